@@ -1,0 +1,48 @@
+"""What a rank may ask of the others. Threads of one process and processes of torch.distributed differ in which Group is
+passed down, in nothing else.
+
+Every collective is out of place and differentiable; its backward is its true adjoint: all_reduce gives every rank the sum
+of the gradients that arrived, all_gather hands each rank its slice of that sum (to the rank whose piece was taken, alone).
+A gradient that did not arrive counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tensor_parallel.layout import Cuts, Placement
+
+
+class Group(Protocol):
+    """The ranks that talk, seen from one of them."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor, *, contributes: bool = True) -> torch.Tensor:
+        """The sum over the ranks, on this rank's device. A rank that does not contribute counts as zeros, and no gradient
+        goes to its tensor."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
+        """The whole of a tensor that lies as `placement` (kind "shard"): each piece is taken from the first rank that
+        holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""
+        ...
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Rank `source`'s value, on every rank; not differentiable."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def subgroup(self, ranks: Sequence[int]) -> Group | None:
+        """The group of `ranks` (all of this group's ranks call it); None on a rank that is not one of them."""
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """Free every rank that waits or will wait in this group: they raise RankError from `error`."""
+        ...

@@ -1,0 +1,28 @@
+"""Plans as frozen data: the nouns, resolving for a world size, JSON, tables."""
+
+from tensor_parallel.plan.plan import (
+    Boundary,
+    CallSite,
+    Factor,
+    LocalSize,
+    Lookup,
+    ModulePlan,
+    Plan,
+    TensorPlan,
+    Traffic,
+)
+from tensor_parallel.plan.resolve import ResolvedPlan, resolve
+
+__all__ = [
+    "Boundary",
+    "CallSite",
+    "Factor",
+    "LocalSize",
+    "Lookup",
+    "ModulePlan",
+    "Plan",
+    "ResolvedPlan",
+    "TensorPlan",
+    "Traffic",
+    "resolve",
+]
