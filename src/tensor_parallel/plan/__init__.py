@@ -1,5 +1,6 @@
 """Plans as frozen data: the nouns, resolving for a world size, JSON, tables."""
 
+from tensor_parallel.plan.check import check_plan
 from tensor_parallel.plan.plan import (
     Boundary,
     CallSite,
@@ -24,5 +25,6 @@ __all__ = [
     "ResolvedPlan",
     "TensorPlan",
     "Traffic",
+    "check_plan",
     "resolve",
 ]

@@ -3,11 +3,15 @@ partners and blocks, never ranks or devices, so that one plan serves any world s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class Boundary:
     """A tensor that crosses a module's border: how it lies before and after. Where the two differ, ranks talk or slice:
     partial -> replicate is an all-reduce, shard -> replicate an all-gather, replicate -> shard a slice.
 
-    path: entering, the forward's parameter name and then keys or indices ("hidden_states", "args.0", "pair.1"); leaving,
-        "" for the output itself, else its keys or indices ("0", "logits").
+    path: entering, the forward's parameter name and then keys or indices ("hidden_states", "args.0", "pair.1");
+        leaving, "" for the output itself, else its keys or indices ("0", "logits").
     call: only for the call with this index (from 0) of the module in one forward; None for all.
     """
 
@@ -149,3 +153,57 @@ class Plan:
     traffic: tuple[Traffic, ...] = ()
     paths: tuple[str, ...] = ()
     world_size: int = 2
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this plan as JSON; see `serialize.save`."""
+        from tensor_parallel.plan import serialize
+
+        serialize.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is no plan of this version; names the place.
+        """
+        from tensor_parallel.plan import serialize
+
+        return serialize.load(path)
+
+    def to_json(self) -> str:
+        """This plan as JSON text."""
+        from tensor_parallel.plan import serialize
+
+        return serialize.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan of a text that `to_json` gave.
+
+        Raises:
+            PlanError: the text is no plan of this version; names the place.
+        """
+        from tensor_parallel.plan import serialize
+
+        return serialize.from_json(text)
+
+    def explain(self, name: str, world_size: int | None = None) -> str:
+        """What this plan does with one module or tensor, one sentence a line.
+
+        Raises:
+            PlanError: the plan knows no such name.
+        """
+        from tensor_parallel.plan import table
+
+        return table.explain(self, name, world_size)
+
+    def __rich__(self) -> RenderableType:
+        from tensor_parallel.plan import table
+
+        return table.plan_table(self)
+
+    def __str__(self) -> str:
+        from tensor_parallel.plan import table
+
+        return table.render(table.plan_table(self))

@@ -25,8 +25,8 @@ def _busiest(first: Ranges, second: Ranges) -> int:
 
 
 def _pair_ranges(factor: Factor, partner: Factor, world_size: int) -> tuple[Ranges, Ranges]:
-    """Ranges of a factor with fewer units than ranks and of its partner: the factor over some ranks and nothing on the
-    others, or over gcd(units, ranks) ranks with the partner over the rest, whichever leaves less on the busiest rank."""
+    """Ranges of a factor with fewer units than ranks and of its partner: the factor over some ranks and nothing on
+    the others, or over gcd(units, ranks) ranks with the partner over the rest, whichever leaves less on the busiest."""
     alone = spread(factor.units, world_size), ((0, partner.units),) * world_size
     parts = gcd(factor.units, world_size)
     stride = world_size // parts
