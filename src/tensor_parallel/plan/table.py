@@ -34,7 +34,7 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.1f} GB"
 
 
-# ------------------------------------------------------------------------------------------- folding
+# ------------------------------------------------------------------------------ folding
 
 
 def _ranges_text(numbers: Iterable[str]) -> str:
@@ -79,7 +79,7 @@ def fold(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[s
     return [(".".join(name), cells, count) for name, cells, count in merged]
 
 
-# ------------------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------ words
 
 
 def _factor_text(segment: Segment, factors: Mapping[str, Factor]) -> str:
@@ -146,7 +146,7 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(table, talk) if plan.traffic else table
 
 
-# ------------------------------------------------------------------------------------------- explain
+# ------------------------------------------------------------------------------ explain
 
 
 def _placement_text(placement: Placement, factors: Mapping[str, Factor]) -> str:

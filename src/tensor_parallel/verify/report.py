@@ -1,0 +1,155 @@
+"""What a split did: how much is split, what each device holds, what the ranks say to each other, what stayed whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from torch import nn
+
+from tensor_parallel.layout import Cuts, TensorLayout
+from tensor_parallel.plan import Plan, TensorPlan, Traffic
+from tensor_parallel.plan.table import bytes_text, fold, plan_table, render
+from tensor_parallel.shard import ModelShards, shards_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a split did to one model.
+
+    split_fraction: share of parameter bytes that an island cuts, by segment: no rank holds them whole. 0 on one device.
+    gathered_fraction: share of parameter bytes cut one layer at a time with the output gathered, for want of a trace.
+    bytes_per_device: bytes of the parameters held by each rank, by rank; each storage once, every copy of a replicated
+        parameter counted where it lies.
+    collectives: collectives of one forward, from the plan; `traffic` lists each with its bytes.
+    kept_whole: parameter -> why some rank holds it whole.
+    """
+
+    devices: tuple[str, ...]
+    split_fraction: float
+    gathered_fraction: float
+    bytes_per_device: list[int]
+    collectives: int
+    traffic: tuple[Traffic, ...]
+    kept_whole: dict[str, str]
+    parameter_bytes: int
+    plan: Plan = field(repr=False)
+
+    def __rich__(self) -> RenderableType:
+        title = (
+            f"{len(self.devices)} ranks: {self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
+            f"{self.gathered_fraction:.1%} split and gathered layer by layer, "
+            f"{self.collectives} collectives a forward"
+        )
+        held = Table(title=title, title_justify="left")
+        for column in ("rank", "device", "parameters held", "of the model"):
+            held.add_column(column, justify="right")
+        for rank, (device, nbytes) in enumerate(zip(self.devices, self.bytes_per_device, strict=True)):
+            share = nbytes / self.parameter_bytes if self.parameter_bytes else 0.0
+            held.add_row(str(rank), device, bytes_text(nbytes), f"{share:.1%}")
+        parts: list[RenderableType] = [held, plan_table(self.plan)]
+        late = {n: why for n, why in self.kept_whole.items() if self.plan.tensors[n].is_cut}
+        if late and len(self.devices) > 1:
+            table = Table(title="cut by the plan, but whole over these ranks", title_justify="left")
+            table.add_column("tensor")
+            table.add_column("why")
+            for name, (why,), _ in fold([(name, (why,)) for name, why in late.items()]):
+                table.add_row(name, why)
+            parts.append(table)
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def cut_share(layout: TensorLayout, cuts: Cuts, world_size: int) -> float:
+    """The share of a tensor's elements that no rank holds whole: those in segments that are cut on every rank."""
+    by_dim: list[Mapping[tuple[str, ...], int]] = []
+    full: dict[str, set[int]] = {}
+    for dim in layout.dims:
+        sizes: dict[tuple[str, ...], int] = {}
+        for segment in dim.segments:
+            sizes[segment.factors] = sizes.get(segment.factors, 0) + segment.size
+            for part in segment.parts:
+                if part.factor is not None:
+                    ranges = cuts[part.factor]
+                    full[part.factor] = {r for r in range(world_size) if ranges[r] == (0, part.size)}
+        by_dim.append(sizes)
+    cut = total = 0
+    for block in product(*(sizes.items() for sizes in by_dim)):
+        elements = 1
+        holders = set(range(world_size))
+        for factors, size in block:
+            elements *= size
+            holders = holders.intersection(*(full[f] for f in factors))
+        total += elements
+        cut += 0 if holders else elements
+    return cut / total if total else 0.0
+
+
+def _why_whole(tensor: TensorPlan, world_size: int) -> str:
+    if world_size == 1:
+        return "there is one device"
+    if not tensor.is_cut:
+        return tensor.reason or "nothing cuts it"
+    named = ", ".join(tensor.layout.factors)
+    return f"{named}: too few units for {world_size} ranks, so that one rank holds all of them"
+
+
+def _bytes_held(shards: ModelShards) -> list[int]:
+    held = [0] * len(shards.devices)
+    for tensor in shards.tensors.values():
+        if tensor.plan.is_buffer:
+            continue
+        for piece in tensor.pieces:
+            ranks = piece.ranks[:1] if tensor.plan.rank0_only else piece.ranks
+            for rank in ranks:
+                held[rank] += piece.tensor.numel() * piece.tensor.element_size()
+    return held
+
+
+def _parameter_bytes(shards: ModelShards, key: str) -> int:
+    """Bytes of the whole parameter in its present dtype."""
+    tensor = shards.tensors[key]
+    elements = 1
+    for size in tensor.plan.layout.shape:
+        elements *= size
+    return elements * (tensor.pieces[0].tensor.element_size() if tensor.pieces else 0)
+
+
+def report(model: nn.Module) -> Report:
+    """What splitting did to `model`; prints as a table.
+
+    Raises:
+        TensorParallelError: the model is not split.
+    """
+    shards = shards_of(model)
+    resolved = shards.resolved
+    world_size, cuts, plan = resolved.world_size, resolved.cuts, resolved.plan
+    total = split = gathered = 0.0
+    kept: dict[str, str] = {}
+    for key, tensor in shards.tensors.items():
+        if tensor.plan.is_buffer:
+            continue
+        nbytes = _parameter_bytes(shards, key)
+        share = cut_share(tensor.plan.layout, cuts, world_size)
+        total += nbytes
+        split += 0.0 if tensor.plan.gathered else share * nbytes
+        gathered += share * nbytes if tensor.plan.gathered else 0.0
+        if share == 0.0:
+            kept[key] = _why_whole(tensor.plan, world_size)
+    traffic = plan.traffic if world_size > 1 else ()
+    return Report(
+        devices=tuple(str(device) for device in shards.devices),
+        split_fraction=split / total if total else 0.0,
+        gathered_fraction=gathered / total if total else 0.0,
+        bytes_per_device=_bytes_held(shards),
+        collectives=sum(t.calls for t in traffic),
+        traffic=traffic,
+        kept_whole=kept,
+        parameter_bytes=int(total),
+        plan=plan,
+    )
