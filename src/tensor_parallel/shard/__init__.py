@@ -1,1 +1,23 @@
+"""Plan -> this rank's module: pieces, trees, borders, sizes, whole state dicts."""
 
+from tensor_parallel.shard.module import SplitModule, base_class, joined_copy
+from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
+from tensor_parallel.shard.shards import Adapter, ModelShards, shards_of
+from tensor_parallel.shard.team import Team
+from tensor_parallel.shard.trees import check_splittable, named_tensors, split_module
+
+__all__ = [
+    "MARK",
+    "Adapter",
+    "ModelShards",
+    "Piece",
+    "SplitModule",
+    "SplitTensor",
+    "Team",
+    "base_class",
+    "check_splittable",
+    "joined_copy",
+    "named_tensors",
+    "shards_of",
+    "split_module",
+]

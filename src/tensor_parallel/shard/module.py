@@ -1,0 +1,230 @@
+"""The class of every module of a split model: the module's own class, with what a rank does at its border."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import DeviceError
+from tensor_parallel.shard.hooks import call_with_hooks
+from tensor_parallel.shard.pieces import MARK
+from tensor_parallel.shard.run import run_on_all
+from tensor_parallel.shard.shards import Slot
+from tensor_parallel.shard.state_dict import load_whole, save_whole
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class SplitModule(nn.Module):
+    """First base of every class made for a split model's modules. One call has two callers: from outside, the module
+    runs on all ranks with whole tensors in and out; from a rank, it is that rank's own."""
+
+    _tp_slot: Slot
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Stops the original class's own hook: it must not wrap the methods a second time."""
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        slot = self._tp_slot
+        rank = slot.rank_here()
+        if rank is None:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        if rank != slot.rank:
+            return slot.shards.module(rank, slot.name)(*args, **kwargs)
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return call_with_hooks(self, slot, args, kwargs)
+        borders = slot.inside
+        if borders is None:
+            return slot.own_forward(self, *args, **kwargs)
+        changed, keywords, elsewhere = borders.enter(args, kwargs)
+        return borders.leave(slot.own_forward(self, *changed, **keywords), elsewhere)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        slot = self.__dict__.get("_tp_slot")
+        if slot is None or slot.rank or slot.rank_here() is not None or name.startswith("_tp_"):
+            return
+        if name in self._modules or name in self._parameters:
+            self._note_change(slot, name)
+        elif _is_plain(value):
+            for peer in slot.peers():
+                setattr(peer, name, value)
+
+    def _note_change(self, slot: Slot, name: str) -> None:
+        shards = slot.shards
+        full = f"{slot.name}.{name}" if slot.name else name
+        if name in self._modules:
+            before = shards.visible.get(full)
+            if before is None or before() is not self._modules[name]:
+                shards.changed = f"module {full}"
+
+    # State
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._tp_slot.shards.joining():
+            return super().state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        own: dict[str, Any] = {}
+        super()._save_to_state_dict(own, prefix, keep_vars)
+        save_whole(self, self._tp_slot, own, prefix, keep_vars)
+        destination.update(own)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *rest: Any
+    ) -> None:
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        with load_whole(self, self._tp_slot, assign):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    # Devices and dtypes
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        slot = self._tp_slot
+        if slot.rank == 0:
+            mine = {id(p) for p in self._parameters.values()}
+            for peer in slot.peers():
+                _apply_to_own(peer, fn, mine)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Casts the dtype. A device must be one of the model's own, to which nothing is moved: each part stays on its own.
+
+        Raises:
+            DeviceError: another device.
+        """
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            self._check_device(device)
+        if dtype is not None:
+            super().to(dtype=dtype, non_blocking=non_blocking)
+        if memory_format is not None:
+            super().to(memory_format=memory_format)
+        return self
+
+    def cuda(self, device: int | torch.device | str | None = None) -> Self:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda"))
+
+    def cpu(self) -> Self:
+        return self.to(torch.device("cpu"))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        raise NotImplementedError("to_empty of a split model: build and load the model first, then split it")
+
+    def _check_device(self, device: torch.device) -> None:
+        own = self._tp_slot.shards.devices
+        if device not in own and not any(device.type == d.type and device.index is None for d in own):
+            raise DeviceError(
+                f"the model is split over {', '.join(map(str, own))} and cannot move to {device}; "
+                "split it over other devices instead (a dtype cast works)"
+            )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("compile() of a split model is not there yet")
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return joined_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _same, (joined_copy(self, {}),)
+
+
+def _same(module: nn.Module) -> nn.Module:
+    return module
+
+
+def base_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module of a split model had before."""
+    found: type[nn.Module] = type(module).__dict__.get("_tp_base", type(module))
+    return found
+
+
+def joined_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """An ordinary, unsplit deep copy of a module of a split model (whole parameters, original classes)."""
+    if id(module) in memo:
+        found: nn.Module = memo[id(module)]
+        return found
+    shards = module._tp_slot.shards
+    base = base_class(module)
+    fresh = base.__new__(base)
+    memo[id(module)] = fresh
+    for name, parameter in module._parameters.items():
+        key = shards.key_of.get(id(parameter))
+        if key is not None and MARK not in name and id(parameter) not in memo:
+            whole = nn.Parameter(shards.tensors[key].whole().clone(), requires_grad=parameter.requires_grad)
+            gradient = shards.whole_gradient(key)
+            whole.grad = None if gradient is None else gradient.clone()
+            memo[id(parameter)] = whole
+    for name, value in module.__dict__.items():
+        if name.startswith("_tp_"):
+            continue
+        if name == "_parameters":
+            value = {n: p for n, p in value.items() if MARK not in n}
+        elif name == "_buffers":
+            value = dict(_whole_buffers(module))
+        fresh.__dict__[name] = copy.deepcopy(value, memo)
+    return fresh
+
+
+def _whole_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    shards = module._tp_slot.shards
+    for name, buffer in module._buffers.items():
+        key = shards.key_of.get(id(buffer))
+        yield name, buffer if key is None or buffer is None else shards.tensors[key].whole()
+
+
+def _apply_to_own(peer: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], shared: set[int]) -> None:
+    """Apply a cast to what only `peer` holds: buffers, stand-ins and zeros."""
+    with torch.no_grad():
+        for holder in (peer._parameters, peer._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None and id(tensor) not in shared:
+                    holder[name] = fn(tensor)  # type: ignore[assignment]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value says the same on every rank: numbers, words, and containers of such."""
+    if isinstance(value, _SCALARS):
+        return True
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return False
+
+
+def split_class(
+    base: type[nn.Module], own_forward: Callable[..., Any], mixins: tuple[type, ...] = (SplitModule,)
+) -> type[nn.Module]:
+    """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = self._tp_slot
+        rank = slot.rank_here()
+        if rank is None:
+            return run_on_all(self, slot, args, kwargs)
+        if slot.pending is None:
+            return slot.own_forward(self, *args, **kwargs)
+        return slot.pending.forward(self, args, kwargs)
+
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return base(*args, **kwargs)
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__new__": new,
+        "forward": forward,
+        "_tp_base": base,
+    }
+    return type(base)(base.__name__, (*mixins, base), namespace)

@@ -1,0 +1,182 @@
+"""Parameters cut into pieces: one leaf a piece, owned by the first rank that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import PlanError
+from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, runs
+from tensor_parallel.plan import ResolvedPlan, TensorPlan
+
+MARK = "@"
+"""`weight@2` is rank 2's part of `weight` in rank 0's visible module."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One piece of a tensor: the ranks that hold it, the first of which owns the leaf."""
+
+    ranks: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class SplitTensor:
+    """One parameter or buffer of the model, in pieces.
+
+    names: its names in the model, the first is its key.
+    """
+
+    plan: TensorPlan
+    pieces: list[Piece]
+    cuts: Cuts
+    world_size: int
+    names: tuple[str, ...] = field(default=())
+
+    @property
+    def is_cut(self) -> bool:
+        return self.plan.is_cut
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, detached: the leaf itself where nothing cuts it, else a new one on rank 0's device."""
+        return self._joined([piece.tensor.detach() for piece in self.pieces])
+
+    def whole_gradient(self) -> torch.Tensor | None:
+        """The whole gradient, None where none arrived at any piece."""
+        if all(piece.tensor.grad is None for piece in self.pieces):
+            return None
+        found = [piece.tensor.grad for piece in self.pieces]
+        filled = [
+            torch.zeros_like(piece.tensor) if grad is None else grad.detach()
+            for grad, piece in zip(found, self.pieces, strict=True)
+        ]
+        return self._joined([grad.to_dense() if grad.is_sparse else grad for grad in filled])
+
+    def put(self, whole: torch.Tensor) -> None:
+        """Copy a whole tensor's values into the pieces."""
+        with torch.no_grad():
+            for piece in self.pieces:
+                if self.is_cut:
+                    pick(piece.tensor, whole, self.plan.layout, self.cuts, piece.ranks[0])
+                else:
+                    piece.tensor.copy_(whole)
+
+    def assign(self, whole: torch.Tensor) -> None:
+        """Make the pieces those of `whole`, its dtype included; each stays on its own device and the same object."""
+        for piece in self.pieces:
+            device = piece.tensor.device
+            if self.is_cut:
+                piece.tensor.data = cut(whole.detach(), self.plan.layout, self.cuts, piece.ranks[0], device)
+            else:
+                piece.tensor.data = whole.detach().to(device)
+
+    def _joined(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self.is_cut:
+            return found[0]
+        parts = [found[0]] * self.world_size
+        for piece, tensor in zip(self.pieces, found, strict=True):
+            parts[piece.ranks[0]] = tensor
+        return join(parts, self.plan.layout, self.cuts)
+
+
+def pick(local: torch.Tensor, whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int) -> None:
+    """Copy `rank`'s part of `whole` into `local`, piece by piece and so without another tensor of its size."""
+    _pick(local, whole, [(d, runs(dim, cuts, rank)) for d, dim in enumerate(layout.dims) if dim.factors])
+
+
+def _pick(local: torch.Tensor, whole: torch.Tensor, todo: Sequence[tuple[int, list[tuple[int, int]]]]) -> None:
+    if not todo:
+        local.copy_(whole)
+        return
+    (dim, ranges), rest = todo[0], todo[1:]
+    offset = 0
+    for start, stop in ranges:
+        _pick(local.narrow(dim, offset, stop - start), whole.narrow(dim, start, stop - start), rest)
+        offset += stop - start
+
+
+def cut(whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int, device: torch.device) -> torch.Tensor:
+    """`rank`'s part of `whole` (its stand-in, where it holds nothing) as a tensor of its own on `device`."""
+    local = torch.empty(local_shape(layout, cuts, rank), dtype=whole.dtype, device=device)
+    with torch.no_grad():
+        pick(local, whole.detach(), layout, cuts, rank)
+    return local
+
+
+def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor) -> None:
+    """Raise PlanError where `plan` cannot be applied to `tensor`; nothing is changed."""
+    name = plan.names[0]
+    if tuple(tensor.shape) != plan.layout.shape:
+        raise PlanError(
+            f"{name} has shape {tuple(tensor.shape)}, its plan is for {plan.layout.shape}; make a plan of this model"
+        )
+    if not plan.is_cut:
+        return
+    if plan.rank0_only:
+        raise PlanError(f"{name} is planned both cut and on rank 0 only; it can be one of them")
+    if not plan.is_buffer and type(tensor) is not nn.Parameter:
+        raise PlanError(f"{name} is a {type(tensor).__name__}: only a plain nn.Parameter can be cut; plan it whole")
+    if holds_nothing(plan.layout.factors, resolved.cuts, 0):
+        raise PlanError(f"rank 0 holds nothing of {name}; give rank 0 at least one unit of {plan.layout.factors}")
+    for dim, layout in enumerate(plan.layout.dims):
+        held = {tuple(resolved.cuts[f] for f in segment.factors) for segment in layout.segments}
+        if layout.factors and len(held) > 1:
+            raise PlanError(
+                f"{name} dim {dim} has segments that different ranks hold ({sorted(layout.factors)} cut only some of "
+                "them); such tensors cannot be cut yet; plan it whole"
+            )
+
+
+def cut_parameter(
+    parameter: nn.Parameter, plan: TensorPlan, resolved: ResolvedPlan, devices: Sequence[torch.device]
+) -> tuple[SplitTensor, list[torch.Tensor]]:
+    """Replace `parameter`'s data by rank 0's part, in place.
+
+    Returns its pieces, and what each rank's tree holds at rest: a leaf, a stand-in where the rank holds nothing, zeros
+    where only rank 0 uses the tensor. Until it returns, the memory of the whole and of all its pieces is held.
+    """
+    world_size, cuts = resolved.world_size, resolved.cuts
+    if not plan.is_cut:
+        parameter.data = parameter.data.to(devices[0])
+        if parameter.grad is not None and parameter.grad.device != devices[0]:
+            parameter.grad = parameter.grad.to(devices[0])
+        if not plan.rank0_only:
+            return SplitTensor(plan, [Piece(tuple(range(world_size)), parameter)], cuts, world_size), [
+                parameter
+            ] * world_size
+        zeros = [torch.zeros_like(parameter.detach(), device=device) for device in devices[1:]]
+        return SplitTensor(plan, [Piece((0,), parameter)], cuts, world_size), [parameter, *zeros]
+
+    gradient, parameter.grad = parameter.grad, None
+    at_rest: list[torch.Tensor | None] = [None] * world_size
+    pieces: list[Piece] = []
+    for ranks in holders(plan.layout, cuts, world_size):
+        owner = ranks[0]
+        data = cut(parameter, plan.layout, cuts, owner, devices[owner])
+        leaf = data if owner == 0 else nn.Parameter(data, requires_grad=parameter.requires_grad)
+        pieces.append(Piece(tuple(ranks), leaf))
+    for rank in range(world_size):
+        if holds_nothing(plan.layout.factors, cuts, rank):
+            at_rest[rank] = cut(parameter, plan.layout, cuts, rank, devices[rank])
+    parameter.data = pieces[0].tensor
+    pieces[0].tensor = parameter
+    for piece in pieces:
+        if gradient is not None:
+            owner = piece.ranks[0]
+            piece.tensor.grad = cut(gradient, plan.layout, cuts, owner, devices[owner])
+        for rank in piece.ranks:
+            at_rest[rank] = piece.tensor
+    return SplitTensor(plan, pieces, cuts, world_size), [t for t in at_rest if t is not None]
+
+
+def cut_buffer(
+    buffer: torch.Tensor, plan: TensorPlan | None, resolved: ResolvedPlan, rank: int, device: torch.device
+) -> torch.Tensor:
+    """`rank`'s own copy of a buffer, or of its part of it, on `device`."""
+    if plan is None or not plan.is_cut:
+        return buffer.detach().to(device, copy=True)
+    return cut(buffer, plan.layout, resolved.cuts, rank, device)

@@ -1,0 +1,98 @@
+"""One call from outside: the module on all ranks, whole tensors in and out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_parallel.comm.joint import copy_to_ranks
+from tensor_parallel.shard.shards import ModelShards, Slot
+from tensor_parallel.shard.values import leaves, map_leaves
+
+
+def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `module` on every rank; rank 0's output, on the model's output device.
+
+    Raises:
+        NotImplementedError: a hidden rank's module is called outside its rank, as activation checkpointing does.
+    """
+    if slot.rank:
+        raise NotImplementedError(
+            f"{slot.name or 'the model'} on rank {slot.rank} was called outside its rank: activation checkpointing inside "
+            "a split model is not there yet; checkpoint around the whole model, or switch it off"
+        )
+    shards = slot.shards
+    name = slot.name
+    inputs = spread_inputs((args, kwargs), shards)
+    copies = shards.prepare()
+
+    def work(rank: int) -> Any:
+        own = module if rank == 0 else shards.peers[rank][name]
+        own_args, own_kwargs = inputs[rank]
+        with shards.bound(rank, copies):
+            return enter(own, own._tp_slot, own_args, own_kwargs)
+
+    try:
+        outputs = shards.team.run(work)
+    finally:
+        shards.note_buffers()
+    for adapter in shards.adapters:
+        adapter.adopt(outputs, shards)
+    return to_output_device(outputs[0], shards)
+
+
+def enter(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A rank's part of a call from outside: hooks have run in the caller, whole tensors come and go."""
+    borders = slot.outside
+    if borders is None:
+        return slot.own_forward(module, *args, **kwargs)
+    changed, keywords, elsewhere = borders.enter(args, kwargs)
+    return borders.leave(slot.own_forward(module, *changed, **keywords), elsewhere)
+
+
+def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
+    """`value` for each rank: tensors on the rank's device and its own (a forward may write into them), one tensor that
+    is given twice staying one; what requires gradients is copied by one joint node, so the caller's tensor gets all of it."""
+    own: dict[int, list[Any]] = {}
+    differentiable: dict[int, torch.Tensor] = {}
+    for _, leaf in leaves(value):
+        if id(leaf) in own or id(leaf) in differentiable:
+            continue
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad and torch.is_grad_enabled():
+                differentiable[id(leaf)] = leaf
+            else:
+                own[id(leaf)] = _copies(leaf, shards.devices)
+        elif not isinstance(leaf, (str, int, float, bool, type(None))):
+            for adapter in shards.adapters:
+                found = adapter.localise(leaf, shards)
+                if found is not None:
+                    own[id(leaf)] = found
+                    break
+    if differentiable:
+        ranks = range(shards.world_size)
+        first = [tensor.to(shards.devices[0]) for tensor in differentiable.values()]
+        copies = copy_to_ranks(first, [ranks] * len(first), shards.devices)
+        for marker, tensor, made in zip(differentiable, first, copies, strict=True):
+            own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
+    return [map_leaves(value, lambda leaf, r=rank: _own(own, leaf, r)) for rank in range(shards.world_size)]
+
+
+def _own(table: dict[int, list[Any]], leaf: Any, rank: int) -> Any:
+    found = table.get(id(leaf))
+    return leaf if found is None else found[rank]
+
+
+def _copies(tensor: torch.Tensor, devices: tuple[torch.device, ...]) -> list[torch.Tensor]:
+    first, *others = devices
+    return [tensor.to(first), *(tensor.detach().to(device, copy=True) for device in others)]
+
+
+def to_output_device(output: Any, shards: ModelShards) -> Any:
+    """`output` with its tensors on the model's output device."""
+    device = shards.output_device
+    if device == shards.devices[0]:
+        return output
+    return map_leaves(output, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

@@ -1,0 +1,278 @@
+"""The split model's data: pieces, hidden trees, the team, and what is put in place for one run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tensor_parallel.comm.joint import copy_to_ranks
+from tensor_parallel.errors import TensorParallelError
+from tensor_parallel.plan import ResolvedPlan
+from tensor_parallel.shard.pieces import MARK, SplitTensor
+from tensor_parallel.shard.team import Team
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+class Adapter(Protocol):
+    """Objects that a forward takes or gives and of which every rank needs its own: caches."""
+
+    def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
+        """One object a rank for `value`, None where it is no such object."""
+        ...
+
+    def adopt(self, outputs: Sequence[Any], shards: ModelShards) -> None:
+        """Tie the objects in rank 0's output to those in the other ranks' outputs."""
+        ...
+
+
+@dataclass(slots=True)
+class SharedLeaf:
+    """A leaf that several ranks use: all but the first get a copy for each run."""
+
+    leaf: torch.Tensor
+    ranks: tuple[int, ...]
+    one_device: bool
+
+
+@dataclass(slots=True)
+class Binding:
+    """Where one rank's tree takes a shared leaf's copy."""
+
+    holder: Tensors
+    name: str
+    shared: int
+    module: nn.Module | None = None
+
+
+@dataclass(slots=True)
+class BufferWatch:
+    """One whole buffer of the visible tree, to be handed on to the other ranks when the user changes it."""
+
+    visible: Tensors
+    name: str
+    hidden: list[Tensors]
+    seen: tuple[int, int] | None = None
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ModelShards:
+    """Everything about one split model. The visible modules hold it; it holds them weakly, so that `del model` frees all.
+
+    tensors: by key (the tensor's first name in the unsplit model).
+    visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.  peers: by rank, modules by name ({} for 0).
+    leaf_of: key by id of rank 0's part, for looking a parameter up.
+    """
+
+    resolved: ResolvedPlan
+    devices: tuple[torch.device, ...]
+    team: Team
+    output_device: torch.device
+    tensors: dict[str, SplitTensor] = field(default_factory=dict)
+    visible: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+    hidden: list[nn.Module] = field(default_factory=list)
+    peers: list[Mapping[str, nn.Module]] = field(default_factory=list)
+    key_of: dict[int, str] = field(default_factory=dict)
+    shared: list[SharedLeaf] = field(default_factory=list)
+    bindings: list[list[Binding]] = field(default_factory=list)
+    held: list[tuple[Tensors, str, torch.Tensor, str]] = field(default_factory=list)
+    buffers: list[BufferWatch] = field(default_factory=list)
+    borders_by_call: list[list[Any]] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
+    changed: str = ""
+    joined: dict[int, torch.Tensor] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def trees(self) -> list[nn.Module]:
+        """Every rank's root module, rank 0's is the visible one."""
+        return [self.module(0, ""), *self.hidden]
+
+    def module(self, rank: int, name: str) -> nn.Module:
+        """`rank`'s module of that dotted name."""
+        if rank:
+            return self.peers[rank][name]
+        found = self.visible[name]()
+        if found is None:
+            raise TensorParallelError(f"module {name!r} of this split model is gone: the model was deleted")
+        return found
+
+    def whole(self, key: str) -> torch.Tensor:
+        """The whole tensor, detached; one and the same during one `joining()`."""
+        split = self.tensors[key]
+        if self.joined is None:
+            return split.whole()
+        marker = id(split)
+        if marker not in self.joined:
+            self.joined[marker] = split.whole()
+        return self.joined[marker]
+
+    def whole_gradient(self, key: str) -> torch.Tensor | None:
+        return self.tensors[key].whole_gradient()
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within it each whole tensor is joined once, so that tied weights stay one tensor."""
+        if self.joined is not None:
+            yield
+            return
+        self.joined = {}
+        try:
+            yield
+        finally:
+            self.joined = None
+
+    def prepare(self) -> list[dict[int, torch.Tensor] | None]:
+        """What a run needs: parts frozen as their plain-named part is, buffers handed on, copies of the shared leaves."""
+        self._check_held()
+        grad = torch.is_grad_enabled()
+        if grad:
+            for split in self.tensors.values():
+                if len(split.pieces) > 1:
+                    _follow(split)
+        self._hand_buffers_on()
+        for by_rank in self.borders_by_call:
+            for borders in by_rank:
+                borders.calls = 0
+        wanted = [i for i, s in enumerate(self.shared) if not s.one_device or (grad and s.leaf.requires_grad)]
+        copies: list[dict[int, torch.Tensor] | None] = [None] * len(self.shared)
+        if not wanted:
+            return copies
+        chosen = [self.shared[i] for i in wanted]
+        made = copy_to_ranks([s.leaf for s in chosen], [s.ranks for s in chosen], self.devices)
+        for index, by_rank_copy in zip(wanted, made, strict=True):
+            copies[index] = by_rank_copy
+        return copies
+
+    def _check_held(self) -> None:
+        if self.changed:
+            raise NotImplementedError(f"{self.changed} was replaced after the split; do that before splitting the model")
+        for holder, name, leaf, full in self.held:
+            if holder.get(name) is not leaf:
+                raise NotImplementedError(
+                    f"parameter {full} was replaced after the split; copy into it, or replace it before splitting"
+                )
+
+    @contextmanager
+    def bound(self, rank: int, copies: list[dict[int, torch.Tensor] | None]) -> Iterator[None]:
+        """`rank`'s tree with its copies in place."""
+        placed: list[Binding] = []
+        try:
+            for binding in self.bindings[rank]:
+                made = copies[binding.shared]
+                if made is not None:
+                    binding.holder[binding.name] = made[rank]
+                    placed.append(binding)
+            refresh_flat_weights(placed)
+            yield
+        finally:
+            for binding in placed:
+                binding.holder[binding.name] = self.shared[binding.shared].leaf
+            refresh_flat_weights(placed)
+
+    def _hand_buffers_on(self) -> None:
+        for watch in self.buffers:
+            buffer = watch.visible.get(watch.name)
+            if buffer is None or watch.seen == _mark(buffer):
+                continue
+            for holder in watch.hidden:
+                old = holder.get(watch.name)
+                if old is None or old.shape != buffer.shape or old.dtype != buffer.dtype or old.is_inference():
+                    device = buffer.device if old is None else old.device
+                    holder[watch.name] = buffer.detach().to(device, copy=True)
+                else:
+                    with torch.no_grad():
+                        old.copy_(buffer)
+
+    def forget_buffers(self, visible: Tensors) -> None:
+        """Hand this module's buffers on before the next run."""
+        for watch in self.buffers:
+            if watch.visible is visible:
+                watch.seen = None
+
+    def note_buffers(self) -> None:
+        """Remember the buffers as the ranks left them."""
+        for watch in self.buffers:
+            buffer = watch.visible.get(watch.name)
+            watch.seen = None if buffer is None else _mark(buffer)
+
+
+def refresh_flat_weights(placed: Sequence[Binding]) -> None:
+    """torch's RNNs keep a second list of their weights."""
+    for module in {id(b.module): b.module for b in placed if b.module is not None}.values():
+        names = module._flat_weights_names
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]  # type: ignore[union-attr]
+
+
+def _mark(buffer: torch.Tensor) -> tuple[int, int]:
+    return id(buffer), -1 if buffer.is_inference() else buffer._version
+
+
+def _follow(split: SplitTensor) -> None:
+    wanted = split.pieces[0].tensor.requires_grad
+    for piece in split.pieces[1:]:
+        if piece.tensor.requires_grad != wanted:
+            piece.tensor.requires_grad_(wanted)
+
+
+class Slot:
+    """What one module of one rank's tree knows about the split; kept in its `__dict__`.
+
+    A visible module's slot keeps the split model's data alive; a hidden one's refers to it weakly.
+    """
+
+    __slots__ = ("_owned", "_seen", "inside", "name", "outside", "own_forward", "parts", "pending", "rank", "rank_here")
+
+    def __init__(self, shards: ModelShards, rank: int, name: str, own_forward: Callable[..., Any]) -> None:
+        self._owned = shards if rank == 0 else None
+        self._seen = weakref.ref(shards)
+        self.rank = rank
+        self.name = name
+        self.rank_here = shards.team.rank_here
+        self.own_forward = own_forward
+        self.inside: Any = None
+        self.outside: Any = None
+        self.parts = ""
+        self.pending: Any = None
+
+    @property
+    def shards(self) -> ModelShards:
+        shards = self._seen()
+        if shards is None:
+            raise TensorParallelError(f"module {self.name!r} belonged to a split model that was deleted")
+        return shards
+
+    def peers(self) -> list[nn.Module]:
+        """The same module in the other ranks' trees."""
+        return [self.shards.peers[rank][self.name] for rank in range(1, self.shards.world_size)]
+
+
+def slot_of(module: nn.Module) -> Slot | None:
+    """The module's slot, None where it is not part of a split model."""
+    return module.__dict__.get("_tp_slot")
+
+
+def shards_of(model: nn.Module) -> ModelShards:
+    """The data of a split model (of any of its modules).
+
+    Raises:
+        TensorParallelError: the model is not split.
+    """
+    slot = slot_of(model)
+    if slot is None:
+        raise TensorParallelError(f"{type(model).__name__} is not split; split it with tp.tensor_parallel first")
+    return slot.shards
+
+
+def plain_name(name: str) -> str:
+    """`weight` for `weight@2`."""
+    return name.partition(MARK)[0]

@@ -1,0 +1,82 @@
+"""The integers that a rank's code reads: attributes, size arguments of calls, and an embedding's padding index."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tensor_parallel.layout import local_size, runs
+from tensor_parallel.plan import ModulePlan
+from tensor_parallel.shard.shards import ModelShards
+from tensor_parallel.shard.team import Team
+
+
+def in_a_rank(team: Team) -> Callable[[], bool]:
+    """Whether the calling thread is one of `team`'s ranks; holds the team weakly."""
+    found = weakref.ref(team)
+
+    def active() -> bool:
+        here = found()
+        return here is not None and here.rank_here() is not None
+
+    return active
+
+
+def local_forward(base: type[nn.Module], plan: ModulePlan) -> Callable[..., Any]:
+    """The module's own forward, its planned call sites taking local sizes."""
+    sites = [site for site in plan.call_sites if site.method == "forward"]
+    if not sites:
+        return base.forward
+    from tensor_parallel.shard.call_sites import with_local_sizes
+
+    return with_local_sizes(base.forward, sites)
+
+
+def localise_sizes(
+    module: nn.Module, own_class: type[nn.Module], plan: ModulePlan, rank: int, shards: ModelShards
+) -> None:
+    """Make `module`, of the class `own_class` made for it, read `rank`'s own integers while a rank runs it."""
+    cuts = shards.resolved.cuts
+    if plan.attributes:
+        from tensor_parallel.shard.attributes import local_attributes
+
+        sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
+        local_attributes(module, sizes, in_a_rank(shards.team))
+    if plan.call_sites:
+        from tensor_parallel.shard.call_sites import local_value
+
+        module.__dict__["_tp_call_sizes"] = [local_value(site, cuts, rank) for site in plan.call_sites]
+    for lookup in plan.lookups:
+        if getattr(module, "padding_idx", None) is not None:
+            _localise_padding(module, own_class, runs(lookup.rows, cuts, rank))
+
+
+class _PaddingIndex:
+    """`padding_idx`: the whole vocabulary's for everybody, the local row (None where it is another rank's) in a rank."""
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        values = module.__dict__
+        slot = values.get("_tp_slot")
+        if "_tp_padding" in values and slot is not None and slot.rank_here() is not None:
+            return values["_tp_padding"]
+        return values["padding_idx"]
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__["padding_idx"] = value
+
+
+def _localise_padding(module: nn.Module, own_class: type[nn.Module], ranges: list[tuple[int, int]]) -> None:
+    whole: Any = module.padding_idx
+    local, offset = None, 0
+    for start, stop in ranges:
+        if start <= whole < stop:
+            local = whole - start + offset
+        offset += stop - start
+    module.__dict__["_tp_padding"] = local
+    if "padding_idx" not in own_class.__dict__:
+        own_class.padding_idx = _PaddingIndex()  # type: ignore[attr-defined]

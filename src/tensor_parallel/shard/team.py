@@ -1,0 +1,33 @@
+"""What a split model asks of the ranks it runs on. The runtime's teams have it; nothing here knows how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tensor_parallel.comm.group import Group
+
+
+class Team(Protocol):
+    """N ranks of this process, each with its device and its group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]: ...
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """`work(rank)` on every rank at once; the results by rank."""
+        ...
+
+    def rank_here(self) -> int | None:
+        """The rank of this team that runs in the calling thread; None in any other thread."""
+        ...
+
+    def close(self) -> None: ...

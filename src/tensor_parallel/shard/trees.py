@@ -1,0 +1,277 @@
+"""A plan applied: one module becomes rank 0's tree, with hidden trees for the other ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
+from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
+from tensor_parallel.shard.borders import RankView, compile_borders, shows_parts
+from tensor_parallel.shard.hooks import is_recorder
+from tensor_parallel.shard.module import SplitModule, base_class, split_class
+from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
+from tensor_parallel.shard.shards import (
+    Binding,
+    BufferWatch,
+    ModelShards,
+    SharedLeaf,
+    Slot,
+    slot_of,
+)
+from tensor_parallel.shard.sizes import local_forward, localise_sizes
+from tensor_parallel.shard.team import Team
+
+NO_PLAN = ModulePlan()
+
+
+def check_splittable(module: nn.Module, resolved: ResolvedPlan) -> dict[int, TensorPlan]:
+    """The plan of each tensor of `module`, by id; nothing is changed.
+
+    Raises:
+        AlreadySplitError: a part of the module is split already.
+        PlanError: the plan does not fit the module.
+        NotImplementedError: the module is of a kind that cannot be split yet.
+    """
+    modules = dict(module.named_modules())
+    for name, child in modules.items():
+        if slot_of(child) is not None:
+            raise AlreadySplitError(f"{name or type(child).__name__} is split already; split the whole model once")
+        if isinstance(child, torch.jit.ScriptModule):
+            raise NotImplementedError(f"{name or 'the model'} is a ScriptModule; split the Python module instead")
+        if "forward" in child.__dict__:
+            raise NotImplementedError(
+                f"{name or 'the model'} has its forward patched on the instance (accelerate's hooks do so); split it first"
+            )
+    for name in resolved.plan.modules:
+        if name not in modules:
+            raise PlanError(f"the plan names module {name!r}, which the model does not have; make a plan of this model")
+    plans: dict[int, TensorPlan] = {}
+    for plan in resolved.plan.tensors.values():
+        for name in plan.names:
+            tensor = _find(module, name)
+            if tensor is None:
+                raise PlanError(f"the plan names {name!r}, which the model does not have; make a plan of this model")
+            if id(tensor) not in plans:
+                check_tensor(plan, resolved, tensor)
+                plans[id(tensor)] = plan
+            elif plans[id(tensor)] is not plan:
+                raise PlanError(f"{name} and {plans[id(tensor)].names[0]} are one tensor with two plans")
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in plans:
+            raise PlanError(f"the plan says nothing of {name}; make a plan of this model")
+        if MARK in name:
+            raise PlanError(f"{name}: names with {MARK} are kept for the parts of split parameters")
+        if parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise NotImplementedError(f"{name} has no values yet (meta or lazy); load the model before splitting it")
+    return plans
+
+
+def _find(module: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, last = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    found = owner._parameters.get(last)
+    return found if found is not None else owner._buffers.get(last)
+
+
+def split_module(
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    devices: Sequence[torch.device],
+    make_team: Callable[[], Team],
+    *,
+    output_device: torch.device | None = None,
+    mixins: tuple[type, ...] = (SplitModule,),
+) -> ModelShards:
+    """Split `module` over `devices`, in place: it becomes rank 0's tree.
+
+    Everything is checked and copied that can be before the first parameter is cut. `mixins` are the first bases of the
+    root's new class.
+
+    Raises:
+        SplitError: cutting failed; the module is used up and its parameters are freed.
+    """
+    plans = check_splittable(module, resolved)
+    hidden = [_hidden_tree(module, plans, resolved, rank, devices[rank]) for rank in range(1, len(devices))]
+    team = make_team()
+    device = devices[0] if output_device is None else output_device
+    shards = ModelShards(resolved, tuple(devices), team, device, hidden=hidden)
+    shards.peers = [{}, *(dict(tree.named_modules()) for tree in hidden)]
+    try:
+        _cut_all(module, plans, shards)
+        _install(module, shards, mixins)
+    except Exception as error:
+        for parameter in module.parameters():
+            parameter.data, parameter.grad = torch.empty(0), None
+        team.close()
+        traceback.clear_frames(error.__traceback__)
+        raise SplitError(
+            f"splitting {type(module).__name__} failed: {error}; the module is used up (its parameters are empty now) and "
+            "the devices are free again: build or load the model anew"
+        ) from error
+    return shards
+
+
+def _hidden_tree(
+    module: nn.Module, plans: Mapping[int, TensorPlan], resolved: ResolvedPlan, rank: int, device: torch.device
+) -> nn.Module:
+    """A copy of the tree for `rank`: parameters are still the model's own, buffers are its own, configs are shared."""
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    for child in module.modules():
+        for buffer in child._buffers.values():
+            if buffer is not None and id(buffer) not in memo:
+                memo[id(buffer)] = cut_buffer(buffer, plans.get(id(buffer)), resolved, rank, device)
+        for name, value in child.__dict__.items():
+            if "config" in name and not name.startswith("_tp_") and hasattr(value, "__dict__"):
+                memo[id(value)] = value
+    tree = copy.deepcopy(module, memo)
+    for child in tree.modules():
+        _drop_hooks(child)
+    return tree
+
+
+def _drop_hooks(module: nn.Module) -> None:
+    """User hooks run once, on rank 0; what torch's old weight_norm and spectral_norm hook in belongs to the module."""
+    for holder in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        for key, hook in list(holder.items()):
+            if not is_recorder(hook) and not type(hook).__module__.startswith("torch.nn.utils."):
+                del holder[key]
+
+
+def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards) -> None:
+    """Cut the parameters one by one, and give each rank's tree what it holds."""
+    names: dict[int, list[tuple[str, str]]] = {}
+    for path, child in module.named_modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append((path, name))
+    for parameter in list(module.parameters()):
+        plan = plans[id(parameter)]
+        split, at_rest = cut_parameter(parameter, plan, shards.resolved, shards.devices)
+        shards.tensors[plan.names[0]] = split
+        shards.key_of[id(parameter)] = plan.names[0]
+        for rank in range(1, shards.world_size):
+            for path, name in names[id(parameter)]:
+                shards.peers[rank][path]._parameters[name] = at_rest[rank]  # type: ignore[assignment]
+        _share(split, shards)
+    for rank in range(1, shards.world_size):
+        for peer in shards.peers[rank].values():
+            if isinstance(peer, nn.RNNBase):
+                peer.__dict__["_flat_weights"] = [peer._parameters.get(n) for n in peer._flat_weights_names]
+    _cut_buffers(module, plans, shards)
+    _bind(shards)
+
+
+def _share(split: SplitTensor, shards: ModelShards) -> None:
+    for piece in split.pieces:
+        if len(piece.ranks) > 1:
+            one_device = len({shards.devices[rank] for rank in piece.ranks}) == 1
+            shards.shared.append(SharedLeaf(piece.tensor, piece.ranks, one_device))
+
+
+def _cut_buffers(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards) -> None:
+    done: dict[int, torch.Tensor] = {}
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None:
+                continue
+            plan = plans.get(id(buffer))
+            if id(buffer) not in done:
+                done[id(buffer)] = _own_buffer(buffer, plan, shards)
+            own = child._buffers[name] = done[id(buffer)]
+            others = [shards.peers[rank][path]._buffers for rank in range(1, shards.world_size)]
+            if plan is None or not plan.is_cut:
+                shards.buffers.append(BufferWatch(child._buffers, name, others))
+            elif plan.names[0] not in shards.tensors:
+                held = [own, *(other[name] for other in others)]
+                pieces = [Piece((rank,), tensor) for rank, tensor in enumerate(held) if tensor is not None]
+                shards.tensors[plan.names[0]] = SplitTensor(plan, pieces, shards.resolved.cuts, shards.world_size)
+                shards.key_of[id(own)] = plan.names[0]
+
+
+def _own_buffer(buffer: torch.Tensor, plan: TensorPlan | None, shards: ModelShards) -> torch.Tensor:
+    if plan is None or not plan.is_cut:
+        return buffer.to(shards.devices[0])
+    return cut_buffer(buffer, plan, shards.resolved, 0, shards.devices[0])
+
+
+def _bind(shards: ModelShards) -> None:
+    """Find where each rank's tree holds a leaf that another rank owns."""
+    index = {id(shared.leaf): i for i, shared in enumerate(shards.shared)}
+    shards.bindings = [[]]
+    for rank in range(1, shards.world_size):
+        found = []
+        for peer in shards.peers[rank].values():
+            flat = peer if isinstance(peer, nn.RNNBase) else None
+            for name, tensor in peer._parameters.items():
+                at = index.get(id(tensor))
+                if at is not None and shards.shared[at].ranks[0] != rank:
+                    found.append(Binding(peer._parameters, name, at, flat))  # type: ignore[arg-type]
+        shards.bindings.append(found)
+
+
+def _register_parts(child: nn.Module, shards: ModelShards) -> None:
+    """Put the other ranks' leaves beside rank 0's, right after it."""
+    items: dict[str, Any] = {}
+    for name, parameter in child._parameters.items():
+        items[name] = parameter
+        key = shards.key_of.get(id(parameter))
+        for piece in shards.tensors[key].pieces[1:] if key is not None else ():
+            items[f"{name}{MARK}{piece.ranks[0]}"] = piece.tensor
+    child._parameters.clear()
+    child._parameters.update(items)
+
+
+def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -> None:
+    """Swap every module's class and give it its slot."""
+    classes: dict[Any, type[nn.Module]] = {}
+    forwards: dict[Any, Callable[..., Any]] = {}
+    for path, child in list(module.named_modules()):
+        base = base_class(child)
+        plan = shards.resolved.plan.modules.get(path, NO_PLAN)
+        signature = _signature(base)
+        key = (base, plan.call_sites, path == "")
+        if key not in classes:
+            forwards[key] = local_forward(base, plan)
+            classes[key] = split_class(base, forwards[key], mixins if path == "" else (SplitModule,))
+        shards.visible[path] = weakref.ref(child)
+        for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
+            slot = Slot(shards, rank, path, forwards[key])
+            view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
+            slot.inside = compile_borders(plan, own, signature, view, outside=False)
+            slot.outside = compile_borders(plan, own, signature, view, outside=True)
+            slot.parts = shows_parts(plan)
+            by_call = [b for b in (slot.inside, slot.outside) if b is not None and b.by_call]
+            if by_call:
+                shards.borders_by_call.append(by_call)
+            own.__class__ = classes[key]
+            own.__dict__["_tp_slot"] = slot
+            localise_sizes(own, classes[key], plan, rank, shards)
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                full = f"{path}.{name}" if path else name
+                shards.held.append((child._parameters, name, parameter, full))  # type: ignore[arg-type]
+        _register_parts(child, shards)
+
+
+def _signature(base: type[nn.Module]) -> inspect.Signature:
+    """The forward's signature without its self."""
+    found = inspect.signature(base.forward)
+    return found.replace(parameters=list(found.parameters.values())[1:])
+
+
+def named_tensors(shards: ModelShards) -> Iterator[tuple[str, SplitTensor]]:
+    """(key, tensor) of every parameter, in the unsplit model's own order."""
+    for key, split in shards.tensors.items():
+        if not split.plan.is_buffer:
+            yield key, split

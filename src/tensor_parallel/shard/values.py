@@ -1,0 +1,132 @@
+"""Nested values: what goes into and comes out of a forward, and the places in it that a plan names by path."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+Key = str | int
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """A list or tuple of `value`'s own kind (a named tuple too) that holds `items`."""
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    fresh = copy.copy(value)
+    fresh[:] = items
+    return fresh
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to every leaf of its dicts, lists, tuples and dataclasses; containers in which nothing
+    changes are kept as they are."""
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (str, int, float)):
+        return change(value)
+    if isinstance(value, dict):
+        found = {key: map_leaves(item, change) for key, item in value.items()}
+        if all(found[key] is item for key, item in value.items()):
+            return value
+        if type(value) is dict:
+            return found
+        fresh = copy.copy(value)
+        for key, item in found.items():
+            fresh[key] = item
+        return fresh
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [map_leaves(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return _rebuild(value, items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(value, change)
+    return change(value)
+
+
+def _map_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
+    fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    found = {name: map_leaves(getattr(value, name), change) for name in fields}
+    if all(found[name] is getattr(value, name) for name in fields):
+        return value
+    fresh = copy.copy(value)
+    for name, item in found.items():
+        object.__setattr__(fresh, name, item)
+    return fresh
+
+
+def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], Any]]:
+    """(path, leaf) of every leaf of nested dicts, lists, tuples and dataclasses, in order."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            if hasattr(value, item.name):
+                yield from leaves(getattr(value, item.name), (*path, item.name))
+    else:
+        yield path, value
+
+
+def parse_path(path: str) -> tuple[Key, ...]:
+    """`"pair.1"` as `("pair", 1)`; "" as `()`."""
+    return tuple(int(part) if part.isdigit() else part for part in path.split(".")) if path else ()
+
+
+def _has(value: Any, key: Key) -> bool:
+    if isinstance(value, dict):
+        return key in value or (isinstance(key, int) and key < len(value))
+    if isinstance(value, (list, tuple)):
+        return isinstance(key, int) and key < len(value)
+    return isinstance(key, str) and hasattr(value, key)
+
+
+def _resolve(value: Any, key: Key) -> Any:
+    """The real key in a dict: plans may count a ModelOutput's items."""
+    if isinstance(value, dict) and key not in value and isinstance(key, int):
+        return list(value)[key]
+    return key
+
+
+def change_at(value: Any, path: Sequence[Key], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with the tensor at `path` changed; as it is where no tensor is there in this call.
+
+    Lists, tuples and plain dicts on the way are made anew; other mappings (a ModelOutput) and objects, which a forward
+    makes for its caller, are written in place.
+    """
+    if not path:
+        return change(value) if isinstance(value, torch.Tensor) else value
+    if value is None or not _has(value, path[0]):
+        return value
+    key = _resolve(value, path[0])
+    keyed = isinstance(value, (dict, list, tuple))
+    old = value[key] if keyed else getattr(value, key)
+    new = change_at(old, path[1:], change)
+    if new is old:
+        return value
+    if type(value) is dict:
+        return {**value, key: new}
+    if isinstance(value, (list, tuple)):
+        items = list(value)
+        items[key] = new
+        return _rebuild(value, items)
+    if keyed:
+        value[key] = new
+    else:
+        setattr(value, key, new)
+    return value
+
+
+def tensor_at(value: Any, path: Sequence[Key]) -> torch.Tensor | None:
+    """The tensor at `path`, None where there is none in this call."""
+    for key in path:
+        if value is None or not _has(value, key):
+            return None
+        key = _resolve(value, key)
+        value = value[key] if isinstance(value, (dict, list, tuple)) else getattr(value, key)
+    return value if isinstance(value, torch.Tensor) else None
