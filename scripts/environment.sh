@@ -12,6 +12,11 @@ if [ ! -x "$venv/bin/python" ]; then
   fi
   options=()
   if "$python" -c 'import torch' 2>/dev/null; then
+    prefix=$("$python" -c 'import sys; print(sys.prefix if sys.prefix != sys.base_prefix else "")')
+    if [ -n "$prefix" ]; then
+      echo "$python belongs to a virtual environment, whose torch another one cannot see: use VENV=$prefix" >&2
+      exit 1
+    fi
     options=(--system-site-packages)
     echo "taking the torch of $python"
   fi
