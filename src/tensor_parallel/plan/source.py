@@ -38,9 +38,19 @@ def _encloses(outer: CodeType, inner: CodeType) -> bool:
     return any(c is inner or _encloses(c, inner) for c in outer.co_consts if isinstance(c, CodeType))
 
 
+def _calling(frame: FrameType) -> FrameType:
+    """The frame that holds the call: a torch function written in Python (`Tensor.split`) reaches a function mode
+    through `handle_torch_function`, two frames below its caller."""
+    code, name = frame.f_code, frame.f_globals.get("__name__")
+    if name == "torch.overrides" and code.co_name == "handle_torch_function" and frame.f_back and frame.f_back.f_back:
+        return frame.f_back.f_back
+    return frame
+
+
 def method_frame(frame: FrameType) -> FrameType:
-    """The frame of the method around `frame`: itself, or for a comprehension, lambda or inner function the frame of the
-    function that it stands in, where that is still running."""
+    """The frame of the method that makes the call which `frame` is at: itself, or for a comprehension, lambda or inner
+    function the frame of the function that it stands in, where that is still running."""
+    frame = _calling(frame)
     if "<locals>" not in frame.f_code.co_qualname:
         return frame
     found, caller = frame, frame.f_back
@@ -58,8 +68,9 @@ def call_position(frame: FrameType) -> Position | None:
 
     None where the code has no positions (`python -X no_debug_ranges`, generated code).
     """
-    at = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    line, end_line, column, end_column = at
+    at = _calling(frame)
+    positions = next(islice(at.f_code.co_positions(), at.f_lasti // 2, None), (None,) * 4)
+    line, end_line, column, end_column = positions
     if line is None or end_line is None or column is None or end_column is None:
         return None
     first = method_frame(frame).f_code.co_firstlineno
@@ -67,8 +78,19 @@ def call_position(frame: FrameType) -> Position | None:
 
 
 def call_method(frame: FrameType) -> str:
-    """Name of the method that the call `frame` is at belongs to."""
+    """Name, by its own code, of the method that makes the call which `frame` is at."""
     return method_frame(frame).f_code.co_name
+
+
+def method_of(frame: FrameType, owner: type) -> str | None:
+    """The name under which `owner` has the method that makes the call which `frame` is at, decorated or not; None where
+    that is another function (a free one, or a base class's that `owner` overrides)."""
+    code = method_frame(frame).f_code
+    for name in (code.co_name, *dir(owner)):
+        chain = wrapper_chain(inspect.getattr_static(owner, name, None))
+        if isinstance(chain, list) and chain[-1].__code__ is code:
+            return name
+    return None
 
 
 # --- from a call to the expression of one argument -----------------------------------------------------------------
@@ -121,8 +143,8 @@ def reach(call: ast.Call, argument: Sequence[int], number_of_arguments: int | No
 
 
 def locate(call: ast.Call, argument: Sequence[int], number_of_arguments: int | None = None) -> ast.expr | None:
-    """The expression that gives one argument of a call, as in `reach`; None where it has none of its own, being inside a
-    star or a variable that holds a tuple."""
+    """The expression that gives one argument of a call, as in `reach`; None where it has none of its own, being inside
+    a star or a variable that holds a tuple."""
     found = reach(call, argument, number_of_arguments)
     return found.expression if found is not None and not found.inside else None
 
@@ -139,7 +161,7 @@ def _instruction_position(call: ast.Call, first_line: int) -> Position:
 # --- a method's source ---------------------------------------------------------------------------------------------
 
 
-def wrapper_chain(function: Callable[..., Any]) -> list[FunctionType] | str:
+def wrapper_chain(function: object) -> list[FunctionType] | str:
     """[the function itself, what it wraps, ..., the innermost], or why that cannot be rebuilt.
 
     A wrapper made by `functools.wraps` can be rebuilt where it finds what it wraps in one of its closure cells.
