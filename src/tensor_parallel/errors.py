@@ -7,6 +7,7 @@
     ├── DeviceError          a device is unknown, missing, mixed, or outside the set (also a ValueError)
     ├── AlreadySplitError    the module given is split already (also a ValueError)
     ├── CheckpointError      a state dict or file does not fit the model
+    ├── CollectiveError      ranks called different collectives, or with tensors that do not fit together
     ├── RankError            a rank was released because another rank failed
     │   └── DeadlineError    a rank waited longer than its group's deadline (also a TimeoutError)
     └── VerificationError    a split model does not equal its reference
@@ -41,6 +42,10 @@ class AlreadySplitError(TensorParallelError, ValueError):
 
 class CheckpointError(TensorParallelError):
     """A state dict or file does not fit the model."""
+
+
+class CollectiveError(TensorParallelError):
+    """Ranks called different collectives, or with tensors that do not fit together."""
 
 
 class RankError(TensorParallelError):

@@ -1,9 +1,9 @@
 """What a rank may ask of the others. Threads of one process and processes of torch.distributed differ in which Group is
 passed down, in nothing else.
 
-Every collective is out of place and differentiable; its backward is its true adjoint: all_reduce gives every rank the sum
-of the gradients that arrived, all_gather hands each rank its slice of that sum (to the rank whose piece was taken, alone).
-A gradient that did not arrive counts as zero.
+Every collective is out of place and differentiable; its backward is its true adjoint: all_reduce gives every rank the
+sum of the gradients that arrived, all_gather hands each rank its slice of that sum (to the rank whose piece was taken,
+alone). A gradient that did not arrive counts as zero.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, tensor: torch.Tensor, *, contributes: bool = True) -> torch.Tensor:
-        """The sum over the ranks, on this rank's device. A rank that does not contribute counts as zeros, and no gradient
-        goes to its tensor."""
+        """The sum over the ranks, on this rank's device. A rank that does not contribute counts as zeros, and no
+        gradient goes to its tensor."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:

@@ -1,0 +1,220 @@
+"""Joint autograd nodes: one node over all ranks' tensors, so that one backward in the caller's thread crosses them all.
+
+Each node's backward is its true adjoint, written with these same functions, so that it can be differentiated again:
+a sum's adjoint is a sum with sources and targets exchanged, a gather's is a scatter and the other way round, a copy's
+is a sum in rank order. No node returns one of its inputs, and no two of its results share storage. Tensors are listed by
+rank; None stands for a tensor that does not take part or a gradient that did not arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tensor_parallel.comm.gather import GatherPlan
+
+Parts = Sequence[torch.Tensor | None]
+Devices = Sequence[torch.device]
+Receives = Sequence[bool]
+Results = list[torch.Tensor | None]
+Inside = Callable[[], bool]
+"""Whether the calling thread runs a rank: a gradient taken there would see one rank's part alone."""
+
+
+def backward_order() -> int:
+    """The number of this thread's next autograd node; backward runs the ready node with the highest one first."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def align_backward_order(order: int) -> None:
+    """Raise this thread's number to `order`. Numbers are per thread: without one count for all ranks, the order in
+    which backward adds up gradients, and so their last bits, would depend on which rank came last."""
+    for _ in range(order - backward_order()):
+        torch._C._functions.UndefinedGrad()
+
+
+def add_in_order(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum on `device`, added from the left; where half precision would round more than once, in float32. One part
+    alone comes back as it is."""
+    first = parts[0].to(device)
+    if len(parts) == 1:
+        return first
+    wide = len(parts) > 2 and first.dtype in (torch.float16, torch.bfloat16)
+    total = first.float() if wide else first
+    for part in parts[1:]:
+        total = total + part.to(device)
+    return total.to(first.dtype) if wide else total
+
+
+def sum_to_ranks(parts: Parts, devices: Devices, receives: Receives, inside: Inside) -> Results:
+    """The sum of the parts that take part, for each rank that receives it, on its device."""
+    if _needs_node(parts):
+        return list(_SumToRanks.apply(tuple(devices), tuple(receives), inside, *parts))  # type: ignore[no-untyped-call]
+    return _sum(parts, devices, receives)
+
+
+def gather_to_ranks(parts: Parts, plan: GatherPlan, receives: Receives, inside: Inside) -> Results:
+    """The whole tensor, for each rank that receives it; a part that is None counts as zeros."""
+    if _needs_node(parts):
+        return list(_GatherToRanks.apply(plan, tuple(receives), inside, *parts))  # type: ignore[no-untyped-call]
+    return _gather(parts, plan, receives)
+
+
+def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, inside: Inside) -> Results:
+    """The adjoint of gather_to_ranks: the sum of the wholes, cut for each rank that receives a part of it; zeros where
+    the gather does not read a rank's part."""
+    if _needs_node(wholes):
+        return list(_ScatterToRanks.apply(plan, tuple(receives), inside, *wholes))  # type: ignore[no-untyped-call]
+    return _scatter(wholes, plan, receives)
+
+
+def copy_to_ranks(
+    tensors: Sequence[torch.Tensor], holders: Sequence[Sequence[int]], devices: Devices
+) -> list[dict[int, torch.Tensor]]:
+    """For each tensor a copy for every rank of its `holders` but the first, which uses the tensor itself: by rank.
+
+    One autograd node over all of them; its backward adds the copies' gradients in rank order (None counts as zero), so
+    that a leaf gets them in one sum. On the tensor's own device a copy shares its memory. Where no gradient is needed
+    the copies are plain detached ones.
+    """
+    ranks = [tuple(held[1:]) for held in holders]
+    found: list[dict[int, torch.Tensor]] = [{} for _ in tensors]
+    live = [i for i, t in enumerate(tensors) if t.requires_grad and ranks[i]] if torch.is_grad_enabled() else []
+    if live:
+        targets = tuple(tuple(devices[rank] for rank in ranks[i]) for i in live)
+        copies = iter(_CopyToRanks.apply(targets, *(tensors[i] for i in live)))  # type: ignore[no-untyped-call]
+        for i in live:
+            found[i] = {rank: next(copies) for rank in ranks[i]}
+        # Last of all: a leaf then adds up its owner's gradients first, whatever the numbers of the threads.
+        found[live[0]][ranks[live[0]][0]].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    for i, tensor in enumerate(tensors):
+        if ranks[i] and not found[i]:
+            found[i] = {rank: tensor.detach().to(devices[rank]) for rank in ranks[i]}
+    return found
+
+
+def _needs_node(parts: Parts) -> bool:
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+
+
+def _hand_out(total: torch.Tensor, devices: Devices, receives: Receives, fresh: bool) -> Results:
+    """`total` itself (where it is fresh) or a copy of it for each rank that receives it."""
+    results: Results = []
+    for device, wanted in zip(devices, receives, strict=True):
+        if not wanted:
+            results.append(None)
+        elif fresh and device == total.device:
+            results.append(total)
+            fresh = False
+        else:
+            results.append(total.to(device, copy=True) if device != total.device else total.clone())
+    return results
+
+
+def _sum(parts: Parts, devices: Devices, receives: Receives) -> Results:
+    present = [part for part in parts if part is not None]
+    if not present or not any(receives):
+        return [None] * len(parts)
+    device = next(device for device, wanted in zip(devices, receives, strict=True) if wanted)
+    total = add_in_order(present, device)
+    return _hand_out(total, devices, receives, fresh=len(present) > 1 or total is not present[0])
+
+
+def _gather(parts: Parts, plan: GatherPlan, receives: Receives) -> Results:
+    present = next((part for part in parts if part is not None), None)
+    if present is None or not any(receives):
+        return [None] * len(parts)
+    device = next(device for device, wanted in zip(plan.devices, receives, strict=True) if wanted)
+    return _hand_out(plan.gather(parts, present, device), plan.devices, receives, fresh=True)
+
+
+def _scatter(wholes: Parts, plan: GatherPlan, receives: Receives) -> Results:
+    present = [whole for whole in wholes if whole is not None]
+    if not present or not any(receives):
+        return [None] * len(wholes)
+    total = add_in_order(present, present[0].device)
+    return [plan.scatter(total, rank).to(plan.devices[rank]) if receives[rank] else None for rank in range(len(wholes))]
+
+
+def _refuse_inside(inside: Inside) -> None:
+    if inside():
+        raise NotImplementedError(
+            "a gradient was taken inside a rank (torch.autograd.grad or backward in the model's own forward) through a "
+            "collective, where it would see one rank's part alone; take it outside the split module"
+        )
+
+
+class _SumToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, devices: Devices, receives: Receives, inside: Inside, *parts: torch.Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.devices, ctx.receives, ctx.inside = devices, receives, inside
+        return tuple(_sum(parts, devices, receives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _refuse_inside(ctx.inside)
+        return None, None, None, *sum_to_ranks(grads, ctx.devices, ctx.needs_input_grad[3:], ctx.inside)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(_sum(tangents[3:], ctx.devices, ctx.receives))
+
+
+class _GatherToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, *parts: torch.Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.receives, ctx.inside = plan, receives, inside
+        return tuple(_gather(parts, plan, receives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _refuse_inside(ctx.inside)
+        return None, None, None, *scatter_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tuple(_gather(tangents[3:], ctx.plan, ctx.receives))
+
+
+class _ScatterToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, *wholes: torch.Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.receives, ctx.inside = plan, receives, inside
+        return tuple(_scatter(wholes, plan, receives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _refuse_inside(ctx.inside)
+        return None, None, None, *gather_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, targets: Sequence[Devices], *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.counts = [len(devices) for devices in targets]
+        ctx.homes = [tensor.device for tensor in tensors]
+        return tuple(
+            tensor.detach() if device == tensor.device else tensor.to(device)
+            for tensor, devices in zip(tensors, targets, strict=True)
+            for device in devices
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        found: list[torch.Tensor | None] = [None]
+        rest = iter(grads)
+        for count, home in zip(ctx.counts, ctx.homes, strict=True):
+            arrived = [grad for grad in (next(rest) for _ in range(count)) if grad is not None]
+            found.append(add_in_order(arrived, home) if arrived else None)
+        return tuple(found)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        counted = zip(tangents, ctx.counts, strict=True)
+        return tuple(None if tangent is None else tangent.clone() for tangent, count in counted for _ in range(count))

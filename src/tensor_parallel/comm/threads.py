@@ -1,0 +1,180 @@
+"""The group of ranks that are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tensor_parallel.comm.gather import GatherPlan, plan_gather
+from tensor_parallel.comm.joint import gather_to_ranks, sum_to_ranks
+from tensor_parallel.comm.rendezvous import Rendezvous
+from tensor_parallel.errors import CollectiveError
+from tensor_parallel.layout import Cuts, Placement
+
+Call = tuple[str, int]
+"""One recorded collective: its name, and the bytes of the whole tensor."""
+
+_MOST_PLANS = 1024
+
+
+class _Meeting(Rendezvous):
+    """A rendezvous that knows the collectives."""
+
+    def __init__(self, devices: Sequence[torch.device], deadline: float) -> None:
+        super().__init__(devices, deadline)
+        self._everyone = (True,) * self.size
+        self._plans: dict[Any, tuple[GatherPlan, Placement, Cuts]] = {}
+
+    def inside(self) -> bool:
+        return threading.get_ident() in self.threads
+
+    def sum_up(self, values: list[tuple[torch.Tensor, bool]]) -> Sequence[torch.Tensor]:
+        parts = [tensor if contributes else None for tensor, contributes in values]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return [torch.zeros_like(tensor) for tensor, _ in values]
+        first = present[0]
+        if any(part.shape != first.shape or part.dtype != first.dtype for part in present):
+            raise CollectiveError(f"all_reduce of different tensors: {_each(parts)}; all must have one shape and dtype")
+        return sum_to_ranks(parts, self.devices, self._everyone, self.inside)  # type: ignore[return-value]
+
+    def join(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[torch.Tensor]:
+        tensors = [value[0] for value in values]
+        _, placement, cuts = values[0]
+        if any(value[1] is not placement and value[1] != placement for value in values):
+            raise CollectiveError(f"all_gather with different placements: {[value[1] for value in values]}")
+        plan = self._plan(placement, cuts, tuple(tensor.shape for tensor in tensors))
+        parts = [tensor if gives else None for tensor, gives in zip(tensors, plan.givers, strict=True)]
+        if len({part.dtype for part in parts if part is not None}) > 1:
+            raise CollectiveError(f"all_gather of different dtypes: {_each(parts)}; all must have one dtype")
+        return gather_to_ranks(parts, plan, self._everyone, self.inside)  # type: ignore[return-value]
+
+    def _plan(self, placement: Placement, cuts: Cuts, shapes: tuple[torch.Size, ...]) -> GatherPlan:
+        key = (id(placement), id(cuts), shapes)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _MOST_PLANS:  # lengths differ from call to call
+                self._plans.clear()
+            found = plan_gather(placement, cuts, shapes, self.devices), placement, cuts
+            self._plans[key] = found
+        return found[0]
+
+    def choose(self, values: list[tuple[Any, int]]) -> Sequence[Any]:
+        sources = {source for _, source in values}
+        if len(sources) > 1:
+            raise CollectiveError(f"broadcast_object from different ranks: {[source for _, source in values]}")
+        return [values[sources.pop()][0]] * self.size
+
+    def divide(self, values: list[tuple[int, ...]]) -> Sequence[_Meeting | None]:
+        ranks = values[0]
+        if any(other != ranks for other in values):
+            raise CollectiveError(f"subgroup of different ranks: {values}; every rank must name the same ones")
+        made = self.child(ranks)
+        return [made if rank in ranks else None for rank in range(self.size)]
+
+
+def _each(parts: Sequence[torch.Tensor | None]) -> str:
+    named = [(rank, part) for rank, part in enumerate(parts) if part is not None]
+    return "; ".join(f"rank {r}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}" for r, p in named)
+
+
+class ThreadGroup:
+    """One rank's view of the ranks of one process; a Group. Copies are the same group."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        self.record: list[Call] | None = None
+        """Where this rank's all_reduce and all_gather are listed, see recording.recorded."""
+
+    def __repr__(self) -> str:
+        return f"<ThreadGroup rank {self._rank} of {self.size()} on {self.device}>"
+
+    def __copy__(self) -> ThreadGroup:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadGroup:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ThreadGroup belongs to the threads of this process and cannot be pickled")
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._meeting.devices[self._rank]
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """What the ranks share, for whoever runs them."""
+        return self._meeting
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._meeting.size
+
+    def all_reduce(self, tensor: torch.Tensor, *, contributes: bool = True) -> torch.Tensor:
+        """See Group.
+
+        Raises:
+            CollectiveError: the ranks' tensors differ in shape or dtype, or the ranks called different collectives.
+            DeadlineError, RankError: see Rendezvous.meet; so for every collective.
+        """
+        if self.record is not None:
+            self.record.append(("all_reduce", tensor.nbytes))
+        meeting = self._meeting
+        result: torch.Tensor = meeting.meet(self._rank, "all_reduce", meeting.sum_up, (tensor, contributes))
+        return result
+
+    def all_gather(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
+        """See Group.
+
+        Raises:
+            CollectiveError: a rank's tensor has not the shape of its part.
+        """
+        meeting = self._meeting
+        result: torch.Tensor = meeting.meet(self._rank, "all_gather", meeting.join, (tensor, placement, cuts))
+        if self.record is not None:
+            self.record.append(("all_gather", result.nbytes))
+        return result
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """See Group; every rank gets the very object."""
+        if not 0 <= source < self.size():
+            raise ValueError(f"source is {source}; the group has ranks 0 to {self.size() - 1}")
+        return self._meeting.meet(self._rank, "broadcast_object", self._meeting.choose, (value, source))
+
+    def barrier(self) -> None:
+        self._meeting.meet(self._rank, "barrier", _nothing, None)
+
+    def subgroup(self, ranks: Sequence[int]) -> ThreadGroup | None:
+        wanted = tuple(ranks)
+        if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= rank < self.size() for rank in wanted):
+            raise ValueError(f"ranks {list(wanted)} must be different ranks from 0 to {self.size() - 1}, at least one")
+        made = self._meeting.meet(self._rank, "subgroup", self._meeting.divide, wanted)
+        return None if made is None else ThreadGroup(made, wanted.index(self._rank))
+
+    def abort(self, error: BaseException) -> None:
+        self._meeting.abort(error, self._rank)
+
+
+def _nothing(values: list[Any]) -> list[Any]:
+    return values
+
+
+def thread_groups(devices: Sequence[torch.device], deadline: float = 600.0) -> list[ThreadGroup]:
+    """One group object a rank, for ranks on `devices` (a device may be named several times).
+
+    deadline: seconds that a rank waits for the others in one collective.
+    """
+    if not devices or deadline <= 0:
+        raise ValueError(
+            f"a group needs at least one device and a deadline above 0, not {list(devices)} and {deadline}"
+        )
+    meeting = _Meeting(devices, deadline)
+    return [ThreadGroup(meeting, rank) for rank in range(len(devices))]

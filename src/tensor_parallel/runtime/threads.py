@@ -1,0 +1,252 @@
+"""Ranks as threads of one process: one persistent thread a rank, and a caller that hands them work and waits."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from tensor_parallel.comm.joint import align_backward_order, backward_order
+from tensor_parallel.comm.rendezvous import Rendezvous
+from tensor_parallel.comm.threads import ThreadGroup, thread_groups
+from tensor_parallel.runtime.caller_state import CallerState, forget_casts
+
+T = TypeVar("T")
+
+_FARTHEST_ORDER = 1_000_000
+"""How far two threads' counts of autograd nodes may lie apart to be aligned (0.1 us a node)."""
+
+
+class _Job:
+    """One run: what the ranks share of it. A rank takes it once, however often it is handed over."""
+
+    def __init__(self, work: Callable[[int], Any], state: CallerState, meeting: Rendezvous, order: int) -> None:
+        ranks = range(meeting.size)
+        self.work: Callable[[int], Any] | None = work
+        self.state: CallerState | None = state
+        self.contexts = [contextvars.copy_context() for _ in ranks]
+        self.results: list[Any] = [None for _ in ranks]
+        self.meeting = meeting
+        self.first_order = order
+        self.last_order = order
+        self.failed = False
+        self.over = False
+        self._taken = [False for _ in ranks]
+        self._left = meeting.size
+        self._guard = threading.Lock()
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def serve(self, rank: int) -> None:
+        """Do `rank`'s share, in its thread."""
+        with self._guard:
+            if self._taken[rank]:
+                return
+            self._taken[rank] = True
+        self._work(rank)
+        with self._guard:
+            self.last_order = max(self.last_order, backward_order())
+            self._left -= 1
+            self.over = self._left == 0
+        if self.over:
+            self._done.release()
+
+    def _work(self, rank: int) -> None:
+        meeting, state, work = self.meeting, self.state, self.work
+        if meeting.error is not None or state is None or work is None:  # failed before this rank began
+            self.failed = True
+            return
+        try:
+            if state.grad:
+                align_backward_order(self.first_order)
+            self.results[rank] = self.contexts[rank].run(state.call, work, rank, meeting.devices[rank])
+        except BaseException as error:
+            self.failed = True
+            meeting.abort(error, rank)
+
+    def wait(self) -> None:
+        if not self.over:
+            self._done.acquire()
+
+    def clear(self) -> list[Any]:
+        """The results; lets go of everything, which a rank's thread may still hold by this job for a moment."""
+        results, self.results = self.results, []
+        self.work = self.state = None
+        self.contexts = []
+        return results
+
+
+_Queue = SimpleQueue[_Job | None]
+
+
+class ThreadTeam:
+    """`len(devices)` ranks, each in a persistent thread with its device current.
+
+    devices: one a rank; a device may be named several times.
+    deadline: seconds that a rank waits for the others in one collective.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], deadline: float = 600.0) -> None:
+        self.devices = tuple(torch.device(device) for device in devices)
+        self.groups: list[ThreadGroup] = thread_groups(self.devices, deadline)
+        self._meeting = self.groups[0].rendezvous
+        self._types = tuple(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
+        self._cuda = tuple(dict.fromkeys(device for device in self.devices if device.type == "cuda"))
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._order = 0
+        self._unfinished: _Job | None = None
+        self._queues: list[_Queue] = [SimpleQueue() for _ in self.devices]
+        self._stop = weakref.finalize(self, _stop, self._queues)
+        self._threads = self._start()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    def rank_here(self) -> int | None:
+        """The rank that runs in the calling thread; None in any other thread."""
+        return self._meeting.threads.get(threading.get_ident())
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """`work(rank)` in every rank's thread, under the caller's own state (grad mode, autocast, modes, context
+        variables); the results by rank. Callers in several threads take turns.
+
+        Raises:
+            BaseException: the first one that a rank raised, itself, with a note that names the rank; the other ranks
+                are freed first, and the team can be used again.
+            RuntimeError: called by one of the ranks, after close(), or in a forked process.
+        """
+        self._check_usable()
+        state = CallerState.capture(self._types, self._cuda)
+        with self._lock:
+            return self._run(work, state)
+
+    def close(self) -> None:
+        """End the threads. A team that is dropped is closed."""
+        self._stop()
+        if self.rank_here() is None and os.getpid() == self._pid:
+            for thread in self._threads:
+                thread.join()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this model's ranks are threads of the process that split it, and a forked process has none of them; "
+                "split the model in the process that runs it, or start processes by 'spawn'"
+            )
+        if not self._stop.alive:
+            raise RuntimeError("this team of threads was closed")
+        rank = self.rank_here()
+        if rank is not None:
+            raise RuntimeError(f"rank {rank} asked its own team to run something; all ranks are at work already")
+
+    def _run(self, work: Callable[[int], T], state: CallerState) -> list[T]:
+        if self._unfinished is not None:
+            self._unfinished.wait()
+            self._settle(self._unfinished)
+        job = _Job(work, state, self._meeting, self._first_order(state))
+        self._unfinished = job
+        try:
+            self._hand_over(job)
+            if job.failed:
+                self._raise_first()
+            return job.clear()
+        finally:
+            if job.over:
+                self._settle(job)
+
+    def _hand_over(self, job: _Job) -> None:
+        try:
+            for queue in self._queues:
+                queue.put(job)
+            job.wait()
+        except BaseException as error:  # the caller was interrupted, perhaps between two ranks
+            self._meeting.abort(error)
+            for queue in self._queues:
+                queue.put(job)
+            job.wait()
+            raise
+
+    def _settle(self, job: _Job) -> None:
+        self._order = job.last_order
+        if torch.is_grad_enabled() and job.last_order - backward_order() < _FARTHEST_ORDER:
+            align_backward_order(job.last_order)
+        job.clear()
+        forget_casts()
+        if self._meeting.error is not None:
+            self._meeting.reset()
+        self._unfinished = None
+
+    def _first_order(self, state: CallerState) -> int:
+        """Nodes of the ranks come after the caller's earlier ones, and before its later ones (see _settle)."""
+        here = backward_order() if state.grad else 0
+        return max(self._order, here) if here - self._order < _FARTHEST_ORDER else self._order
+
+    def _raise_first(self) -> None:
+        error, rank = self._meeting.error, self._meeting.failed
+        try:
+            if error is None:
+                raise RuntimeError("a rank failed and left no error")
+            if rank is not None:
+                note = f"raised on rank {rank} ({self.devices[rank]})"
+                if note not in getattr(error, "__notes__", ()):
+                    error.add_note(note)
+            raise error
+        finally:
+            del error  # the traceback holds this frame
+
+    def _start(self) -> list[threading.Thread]:
+        own = torch.get_num_threads()
+        each = max(1, own // self.world_size)
+        ready: SimpleQueue[BaseException | None] = SimpleQueue()
+        threads = []
+        try:
+            for rank, queue in enumerate(self._queues):
+                arguments = (queue, rank, self._meeting, each, ready)
+                thread = threading.Thread(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+                thread.start()
+                threads.append(thread)
+                error = ready.get()
+                if error is not None:
+                    self._stop()
+                    raise error
+        finally:
+            torch.set_num_threads(own)
+        return threads
+
+
+def _serve(
+    queue: _Queue,
+    rank: int,
+    meeting: Rendezvous,
+    threads: int,
+    ready: SimpleQueue[BaseException | None],
+) -> None:
+    """A rank's thread: knows its queue and what the ranks share, never the team."""
+    try:
+        torch.get_num_threads()  # the first read in a thread sets the thread's own number back
+        torch.set_num_threads(threads)
+        device = meeting.devices[rank]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        meeting.threads[threading.get_ident()] = rank
+    except BaseException as error:
+        ready.put(error)
+        return
+    ready.put(None)
+    while (job := queue.get()) is not None:
+        job.serve(rank)
+        del job
+    meeting.threads.pop(threading.get_ident(), None)
+
+
+def _stop(queues: Sequence[_Queue]) -> None:
+    for queue in queues:
+        queue.put(None)
