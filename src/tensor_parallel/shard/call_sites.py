@@ -163,7 +163,10 @@ def install_call_sites(cls: type, sites: Iterable[CallSite]) -> None:
         PlanError: as `with_local_sizes`; the class is as it was then.
     """
     known: dict[str, tuple[Any, dict[str, CallSite]]] = dict(cls.__dict__.get(_REWRITTEN, {}))
-    for site in sites:
+    new = [site for site in sites if site_key(site) not in known.get(site.method, (None, ()))[1]]
+    if not new:
+        return
+    for site in new:
         original, by_key = known.get(site.method) or (inspect.getattr_static(cls, site.method, None), {})
         known[site.method] = (original, {**by_key, site_key(site): site})
     made = {name: with_local_sizes(original, [*by_key.values()]) for name, (original, by_key) in known.items()}

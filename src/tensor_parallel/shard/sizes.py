@@ -46,9 +46,10 @@ def localise_sizes(
         sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
         local_attributes(module, sizes, in_a_rank(shards.team))
     if plan.call_sites:
-        from tensor_parallel.shard.call_sites import local_value
+        from tensor_parallel.shard.call_sites import TABLE, call_sizes, install_call_sites
 
-        module.__dict__["_tp_call_sizes"] = [local_value(site, cuts, rank) for site in plan.call_sites]
+        module.__dict__[TABLE] = call_sizes(plan.call_sites, cuts, rank)
+        install_call_sites(own_class, [site for site in plan.call_sites if site.method != "forward"])
     for lookup in plan.lookups:
         if getattr(module, "padding_idx", None) is not None:
             _localise_padding(module, own_class, runs(lookup.rows, cuts, rank))
