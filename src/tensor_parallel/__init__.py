@@ -1,1 +1,73 @@
 """One line splits any PyTorch model over any devices, exactly."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# The package, a submodule and the function share a name: the submodule is imported first, the function bound after it.
+from tensor_parallel.tensor_parallel import TensorParallel  # isort: skip
+from tensor_parallel.errors import (
+    AlreadySplitError,
+    CheckpointError,
+    CollectiveError,
+    DeadlineError,
+    DeviceError,
+    PlanError,
+    RankError,
+    SplitError,
+    TensorParallelError,
+    TraceError,
+    VerificationError,
+)
+from tensor_parallel.factory import tensor_parallel
+from tensor_parallel.plan import Plan
+from tensor_parallel.state import full_gradients, full_state_dict
+from tensor_parallel.verify import report, verify
+
+if TYPE_CHECKING:
+    from tensor_parallel.planner import make_plan
+    from tensor_parallel.pretrained_model import TensorParallelPreTrainedModel
+
+__all__ = [
+    "AlreadySplitError",
+    "CheckpointError",
+    "CollectiveError",
+    "DeadlineError",
+    "DeviceError",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "SplitError",
+    "TensorParallel",
+    "TensorParallelError",
+    "TensorParallelPreTrainedModel",
+    "TraceError",
+    "VerificationError",
+    "full_gradients",
+    "full_state_dict",
+    "make_plan",
+    "report",
+    "tensor_parallel",
+    "verify",
+]
+
+__version__ = "3.0.0.dev0"
+
+_ON_FIRST_USE = {
+    "TensorParallelPreTrainedModel": "tensor_parallel.pretrained_model",
+    "make_plan": "tensor_parallel.planner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names whose modules are heavy: found on first use."""
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

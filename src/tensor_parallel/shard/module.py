@@ -202,9 +202,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def split_class(
-    base: type[nn.Module], own_forward: Callable[..., Any], mixins: tuple[type, ...] = (SplitModule,)
+    base: type[nn.Module], mixins: tuple[type, ...] = (SplitModule,), methods: Mapping[str, Callable[..., Any]] | None = None
 ) -> type[nn.Module]:
-    """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`."""
+    """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`.
+
+    methods: those that the subclass has in place of the base's.
+    """
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,6 +223,7 @@ def split_class(
         return base(*args, **kwargs)
 
     namespace = {
+        **(methods or {}),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,29 +10,33 @@ from torch import nn
 
 from tensor_parallel.layout import local_size, runs
 from tensor_parallel.plan import ModulePlan
+from tensor_parallel.shard.attributes import local_attributes
+from tensor_parallel.shard.call_sites import TABLE, call_sizes, with_local_sizes
 from tensor_parallel.shard.shards import ModelShards
-from tensor_parallel.shard.team import Team
-
-
-def in_a_rank(team: Team) -> Callable[[], bool]:
-    """Whether the calling thread is one of `team`'s ranks; holds the team weakly."""
-    found = weakref.ref(team)
-
-    def active() -> bool:
-        here = found()
-        return here is not None and here.rank_here() is not None
-
-    return active
 
 
 def local_forward(base: type[nn.Module], plan: ModulePlan) -> Callable[..., Any]:
     """The module's own forward, its planned call sites taking local sizes."""
     sites = [site for site in plan.call_sites if site.method == "forward"]
-    if not sites:
-        return base.forward
-    from tensor_parallel.shard.call_sites import with_local_sizes
+    return with_local_sizes(base.forward, sites) if sites else base.forward
 
-    return with_local_sizes(base.forward, sites)
+
+def local_methods(base: type[nn.Module], plan: ModulePlan) -> dict[str, Callable[..., Any]]:
+    """The other methods with call sites: they take local sizes where a rank calls them."""
+    names = dict.fromkeys(site.method for site in plan.call_sites if site.method != "forward")
+    return {name: _local_method(base, name, plan) for name in names}
+
+
+def _local_method(base: type[nn.Module], name: str, plan: ModulePlan) -> Callable[..., Any]:
+    original: Callable[..., Any] = getattr(base, name)
+    local = with_local_sizes(original, [site for site in plan.call_sites if site.method == name])
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = self._tp_slot.rank_here() is not None
+        return (local if inside else original)(self, *args, **kwargs)
+
+    return method
 
 
 def localise_sizes(
@@ -40,16 +44,10 @@ def localise_sizes(
 ) -> None:
     """Make `module`, of the class `own_class` made for it, read `rank`'s own integers while a rank runs it."""
     cuts = shards.resolved.cuts
-    if plan.attributes:
-        from tensor_parallel.shard.attributes import local_attributes
-
-        sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
-        local_attributes(module, sizes, in_a_rank(shards.team))
+    sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
+    local_attributes(module, sizes, shards.team.rank_here)
     if plan.call_sites:
-        from tensor_parallel.shard.call_sites import TABLE, call_sizes, install_call_sites
-
         module.__dict__[TABLE] = call_sizes(plan.call_sites, cuts, rank)
-        install_call_sites(own_class, [site for site in plan.call_sites if site.method != "forward"])
     for lookup in plan.lookups:
         if getattr(module, "padding_idx", None) is not None:
             _localise_padding(module, own_class, runs(lookup.rows, cuts, rank))

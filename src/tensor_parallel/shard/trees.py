@@ -26,7 +26,7 @@ from tensor_parallel.shard.shards import (
     Slot,
     slot_of,
 )
-from tensor_parallel.shard.sizes import local_forward, localise_sizes
+from tensor_parallel.shard.sizes import local_forward, local_methods, localise_sizes
 from tensor_parallel.shard.team import Team
 
 NO_PLAN = ModulePlan()
@@ -243,7 +243,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         key = (base, plan.call_sites, path == "")
         if key not in classes:
             forwards[key] = local_forward(base, plan)
-            classes[key] = split_class(base, forwards[key], mixins if path == "" else (SplitModule,))
+            classes[key] = split_class(base, mixins if path == "" else (SplitModule,), local_methods(base, plan))
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])

@@ -1,0 +1,169 @@
+"""tensor_parallel(): any module, split over several devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError
+from tensor_parallel.plan import Plan, resolve
+from tensor_parallel.plan.check import check_plan
+from tensor_parallel.shard import check_splittable
+from tensor_parallel.shard.shards import slot_of
+from tensor_parallel.tensor_parallel import Device, as_device, check_device_ids, split, wrapper_for
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+
+_KEYWORDS = (
+    "example_inputs",
+    "output_device",
+    "output_device_index",
+    "ratios",
+    "process_group",
+    "device_mesh",
+    "runtime",
+    "verify",
+    "strict",
+)
+
+
+def tensor_parallel(
+    module: nn.Module,
+    device_ids: Sequence[Device] | None = None,
+    tensor_parallel_config: Plan | None = None,
+    distributed: bool | None = None,
+    sharded: bool | None = None,
+    sharded_param_names: Sequence[str] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Split `module` over devices; it is used up and becomes the result, which runs as the module did.
+
+    module: any module; best on the CPU, so that no device ever holds it whole.
+    device_ids: names, `torch.device`s or CUDA indices, one a rank; the same may be named several times. Default: all
+        CUDA devices, else one CPU.
+    tensor_parallel_config: a `tp.Plan`; default: found from a trace of the module's forward.
+    example_inputs: a dict or a tuple of what the forward takes, or a list of them: what to trace with. transformers models
+        make their own. Without any, each linear, embedding and convolution layer is split by itself.
+    output_device, output_device_index: where outputs go, one of the devices, or its index among them; default: the first.
+
+    Returns a `tp.TensorParallel`, or a `tp.TensorParallelPreTrainedModel` for a transformers model.
+
+    Raises (all before anything is changed, but SplitError):
+        TypeError: `module` is no module, or an unknown keyword.
+        DeviceError: an unknown, missing, mixed or foreign device.
+        AlreadySplitError: the module is split already.
+        PlanError, TraceError: no plan can be made, or the given one does not fit.
+        NotImplementedError: a keyword whose part is not there yet.
+        SplitError: cutting failed; the module is used up.
+    """
+    _refuse_unknown(kwargs)
+    _refuse_later(tensor_parallel_config, distributed, sharded, sharded_param_names, kwargs)
+    devices = check_device_ids(device_ids)
+    output_device = _output_device(devices, kwargs.get("output_device"), kwargs.get("output_device_index"))
+    _check_module(module)
+    plan = tensor_parallel_config
+    if plan is None:
+        plan = find_plan(module, len(devices), kwargs.get("example_inputs"))
+    else:
+        check_plan(plan, module)
+    resolved = resolve(plan, len(devices))
+    check_splittable(module, resolved)
+    return split(module, resolved, devices, output_device, wrapper_for(module))
+
+
+def find_plan(module: nn.Module, world_size: int, example_inputs: Any = None) -> Plan:
+    """The plan from a trace with the given inputs, or those that a transformers model makes; without any, layer by layer."""
+    from tensor_parallel.planner import layerwise_plan, make_plan
+
+    if example_inputs is None:
+        example_inputs = own_example_inputs(module)
+    if example_inputs is None:
+        return layerwise_plan(module, world_size)
+    return make_plan(module, world_size, example_inputs=example_inputs)
+
+
+def own_example_inputs(module: nn.Module) -> list[dict[str, Any]] | None:
+    """What a transformers model is traced with; None for other modules, or where it makes none."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return None
+    from tensor_parallel.transformers_support.example_inputs import example_inputs
+
+    found: list[dict[str, Any]] = example_inputs(module)
+    return found
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    for name in kwargs:
+        if name not in _KEYWORDS:
+            near = get_close_matches(name, _KEYWORDS, 1)
+            cure = f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(_KEYWORDS)}"
+            raise TypeError(f"tensor_parallel() got an unknown keyword {name!r}; {cure}")
+
+
+def _refuse_later(
+    config: Any, distributed: bool | None, sharded: bool | None, names: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise NotImplementedError for what comes with later versions, by the keyword's name."""
+    if config is not None and not isinstance(config, Plan):
+        raise NotImplementedError(
+            f"tensor_parallel_config is a {type(config).__name__}: only a tp.Plan can be given yet, not hand-written rules"
+        )
+    if distributed is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise NotImplementedError(
+            "torch.distributed is initialised, so `distributed` would be on, and ranks as processes are not there yet; "
+            "pass distributed=False to split within this process"
+        )
+    later = {
+        "distributed": distributed,
+        "sharded": sharded,
+        "sharded_param_names": names,
+        "ratios": kwargs.get("ratios"),
+        "process_group": kwargs.get("process_group"),
+        "device_mesh": kwargs.get("device_mesh"),
+        "verify": kwargs.get("verify"),
+    }
+    for name, value in later.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"`{name}` is not there yet; leave it out")
+    if kwargs.get("runtime", "threads") not in (None, "threads"):
+        if kwargs["runtime"] == "processes":
+            raise NotImplementedError("`runtime='processes'` is not there yet; leave it out for threads")
+        raise ValueError(f"runtime is {kwargs['runtime']!r}; it can be 'threads' or, in a later version, 'processes'")
+    if kwargs.get("strict", True) is not True:
+        raise NotImplementedError("`strict=False` is not there yet; leave it out")
+
+
+def _output_device(devices: tuple[torch.device, ...], device: Any, index: int | None) -> torch.device:
+    if index is not None:
+        if isinstance(index, bool) or not isinstance(index, int) or not -len(devices) <= index < len(devices):
+            raise DeviceError(f"output_device_index is {index!r}; there are {len(devices)} devices, from 0")
+        if device is not None and as_device(device) != devices[index]:
+            raise DeviceError(f"output_device {device} is not device {index} of the list, {devices[index]}; give one of both")
+        return devices[index]
+    if device is None:
+        return devices[0]
+    found = as_device(device)
+    if found not in devices:
+        raise DeviceError(f"output_device {found} is not among the devices {', '.join(map(str, devices))}")
+    return found
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; an nn.Module is needed")
+    for name, child in module.named_modules():
+        if slot_of(child) is not None:
+            raise AlreadySplitError(f"{name or type(module).__name__} is split already; split an unsplit model")
+        if getattr(child, "gradient_checkpointing", False):
+            raise NotImplementedError(
+                f"gradient checkpointing is on in {name or 'the model'} and is not there yet for split models; "
+                "call gradient_checkpointing_disable() first"
+            )
+    if not any(True for _ in module.parameters()):
+        raise PlanError(f"{type(module).__name__} has no parameters; there is nothing to split")

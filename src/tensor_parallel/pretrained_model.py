@@ -1,0 +1,57 @@
+"""TensorParallelPreTrainedModel: a transformers model that runs split, with everything it has from transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tensor_parallel.shard import Adapter, shards_of
+from tensor_parallel.shard.shards import plain_name
+from tensor_parallel.tensor_parallel import TensorParallel
+from tensor_parallel.transformers_support.caches import CacheAdapter
+
+
+class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):
+    """A transformers model split over several devices; still an instance of its own class, with the same config.
+
+    `generate` runs its one loop in the caller's thread; only forwards go to the ranks.
+    """
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tp_slot.rank_here() is None and _asks_for_attentions(self, kwargs):
+            raise NotImplementedError(
+                "output_attentions of a split model is not there yet: each rank has its own heads'; "
+                "leave it out, or take the attentions from an unsplit model"
+            )
+        return super()._call_impl(*args, **kwargs)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As for the unsplit model: every part counts with its parameter."""
+        embeddings = set()
+        if exclude_embeddings:
+            embeddings = {f"{n}.weight" for n, m in self.named_modules() if isinstance(m, nn.Embedding)}
+        return sum(
+            parameter.numel()
+            for name, parameter in self.named_parameters()
+            if plain_name(name) not in embeddings and (parameter.requires_grad or not only_trainable)
+        )
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("gradient checkpointing of a split model is not there yet")
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("resizing a split model's embeddings is not there yet; resize first, then split")
+
+    @classmethod
+    def _adapters(cls) -> list[Adapter]:
+        return [CacheAdapter()]
+
+
+def _asks_for_attentions(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(model.config, "output_attentions", False)
+    shards = shards_of(model)
+    return bool(asked) and shards.world_size > 1 and any(t.is_cut for t in shards.tensors.values())

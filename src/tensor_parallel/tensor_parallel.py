@@ -1,0 +1,152 @@
+"""TensorParallel: N ranks of one module behind one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import DeviceError
+from tensor_parallel.plan import ResolvedPlan
+from tensor_parallel.runtime import ThreadTeam
+from tensor_parallel.shard import Adapter, ModelShards, SplitModule, joined_copy, shards_of, split_module
+
+Device = str | int | torch.device
+
+
+class TensorParallel(SplitModule):
+    """A module that runs split over several devices, and is still an instance of its own class.
+
+    `tp.tensor_parallel(module, device_ids)` makes one; it is the given module itself, which holds rank 0's part.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises: TypeError always; the function plans the split before it makes one."""
+        raise TypeError(f"{cls.__name__} is made by tp.tensor_parallel(module, device_ids), not by calling the class")
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The ranks' devices, by rank."""
+        return shards_of(self).devices
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where outputs go."""
+        return shards_of(self).output_device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        shards, fresh = shards_of(self), joined_copy(self, memo)
+        return _again(fresh, shards.resolved, shards.devices, shards.output_device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        shards = shards_of(self)
+        return _again, (joined_copy(self, {}), shards.resolved, shards.devices, shards.output_device)
+
+    @classmethod
+    def _adapters(cls) -> list[Adapter]:
+        return []
+
+
+def _again(
+    module: nn.Module, resolved: ResolvedPlan, devices: tuple[torch.device, ...], output_device: torch.device
+) -> nn.Module:
+    """Split a copy as its original was."""
+    for device in devices:
+        _check_exists(device)
+    return split(module, resolved, devices, output_device, wrapper_for(module))
+
+
+def wrapper_for(module: nn.Module) -> type[TensorParallel]:
+    """TensorParallelPreTrainedModel for a transformers model, else TensorParallel."""
+    import sys
+
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return TensorParallel
+    return _find_wrapper()
+
+
+def _find_wrapper() -> type[TensorParallel]:
+    import importlib
+
+    found: type[TensorParallel] = importlib.import_module("tensor_parallel.pretrained_model").TensorParallelPreTrainedModel
+    return found
+
+
+def split(
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    devices: Sequence[torch.device],
+    output_device: torch.device,
+    wrapper: type[TensorParallel] = TensorParallel,
+) -> nn.Module:
+    """Split `module` in place over `devices` by a resolved plan; the module, with `wrapper` mixed into its class.
+
+    Raises:
+        PlanError, AlreadySplitError, NotImplementedError: before anything is changed.
+        SplitError: cutting failed; the module is used up.
+    """
+    make_team: Callable[[], ThreadTeam] = lambda: ThreadTeam(devices)  # noqa: E731
+    shards: ModelShards = split_module(
+        module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,)
+    )
+    shards.adapters.extend(wrapper._adapters())
+    return module
+
+
+def check_device_ids(device_ids: Sequence[Device] | None = None) -> tuple[torch.device, ...]:
+    """The devices to split over, checked: names, `torch.device`s, or indices of CUDA devices; one may be named several
+    times. None: all CUDA devices, else one CPU.
+
+    Raises:
+        DeviceError: the list is empty, a device is unknown or does not exist, or kinds are mixed.
+    """
+    if device_ids is None:
+        count = torch.cuda.device_count()
+        return tuple(torch.device("cuda", index) for index in range(count)) or (torch.device("cpu"),)
+    if isinstance(device_ids, (str, int, torch.device)):
+        raise DeviceError(f"device_ids is {device_ids!r}; give a list of devices, such as ['cpu'] * 2")
+    devices = tuple(as_device(item) for item in device_ids)
+    if not devices:
+        raise DeviceError("device_ids is empty; name at least one device, or leave it out for all CUDA devices")
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise DeviceError(f"device_ids mixes {' and '.join(kinds)} devices; all must be of one kind")
+    return devices
+
+
+def as_device(given: Device) -> torch.device:
+    """One device, checked and with its index (cuda is the current CUDA device; CPUs have none).
+
+    Raises:
+        DeviceError: it is unknown or does not exist.
+    """
+    if isinstance(given, bool) or not isinstance(given, (str, int, torch.device)):
+        raise DeviceError(f"{given!r} is no device; give a name such as 'cuda:0', a torch.device, or a CUDA index")
+    try:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(f"unknown device {given!r}: {error}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    _check_exists(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_exists(device: torch.device) -> None:
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count or (device.index is not None and device.index >= count):
+            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+            raise DeviceError(f"device {device} does not exist: there is {there}")
+        return
+    try:
+        made = torch.empty(1, device=device)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise DeviceError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
+    if made.is_meta:
+        raise DeviceError("a model cannot run on the meta device; name the devices that it shall run on")
