@@ -40,6 +40,8 @@ class CacheAdapter:
         if not isinstance(value, _CACHES):
             return None
         peers = value.__dict__.get("_tp_peers")
+        if peers is None and shards.world_size == 1:
+            return [value]
         if peers is None:
             _forget_early_sizes(value)
             peers = [copy.deepcopy(value) for _ in range(shards.world_size - 1)]
@@ -53,8 +55,6 @@ class CacheAdapter:
 
     def adopt(self, outputs: Sequence[Any], shards: ModelShards) -> None:
         """Make the caches in rank 0's output stand for all ranks'."""
-        if shards.world_size == 1:
-            return
         found = {path: leaf for path, leaf in leaves(outputs[0]) if isinstance(leaf, _CACHES)}
         new = {path: cache for path, cache in found.items() if "_tp_peers" not in cache.__dict__}
         if not new:
