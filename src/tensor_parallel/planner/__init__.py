@@ -1,1 +1,61 @@
+"""Any module -> a plan: trace its forward, type its dims, simulate every way to cut them, choose."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from tensor_parallel.errors import PlanError
+from tensor_parallel.plan import Plan
+from tensor_parallel.planner.effects import Effect, Rule, Rules, infer
+from tensor_parallel.planner.emit import emit
+from tensor_parallel.planner.fallback import layerwise_plan
+from tensor_parallel.planner.island import Graph
+from tensor_parallel.planner.rules import DEFAULT_RULES
+from tensor_parallel.planner.select import Candidate, Exchange, choose
+from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
+from tensor_parallel.planner.trace import parameter_names, trace
+
+__all__ = ["DEFAULT_RULES", "Effect", "Exchange", "Rule", "Rules", "layerwise_plan", "make_plan"]
+
+
+def make_plan(
+    module: nn.Module,
+    world_size: int,
+    example_inputs: Sequence[Mapping[str, Any] | tuple[Any, ...]],
+    *,
+    rules: Rules = DEFAULT_RULES,
+    exchange: Exchange | None = None,
+) -> Plan:
+    """Find the split of a module from its own forward.
+
+    world_size: steers what is worth cutting; the plan resolves for any.
+    example_inputs: what to call the forward with, a dict of keywords or a tuple each; the plan holds for all of them.
+    rules: what operators do to cut dims; `DEFAULT_RULES.with_rule(name, rule)` adds one.
+    exchange: what a collective costs.
+
+    Raises:
+        PlanError: world_size below 1.
+        TraceError: the forward refuses the inputs or cannot be traced.
+    """
+    if world_size < 1:
+        raise PlanError(f"world_size is {world_size}; at least 1 rank is needed")
+    traced = trace(module, example_inputs)
+    effects = infer(traced.ops, rules)
+    graph = Graph.of(traced, effects, dict(module.named_modules()))
+    solver = Solver(graph)
+    solutions: dict[str, Sizes] = {}
+
+    def holds(candidate: Candidate) -> str:
+        try:
+            solutions[candidate.name] = solver.solve(candidate.island, candidate.leaf, candidate.partner)
+        except Unsolved as error:
+            return str(error)
+        return ""
+
+    # Fewer than two ranks deal out nothing; the plan is then made as for two.
+    choice = choose(graph, max(world_size, 2), exchange or Exchange(), holds)
+    sizes = [solutions[candidate.name] for candidate in choice.chosen]
+    return emit(graph, choice, sizes, parameter_names(module), world_size)

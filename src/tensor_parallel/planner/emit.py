@@ -1,0 +1,250 @@
+"""From the chosen candidates to a plan: data that no longer knows the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
+from tensor_parallel.plan import Boundary, CallSite, Factor, LocalSize, Lookup, ModulePlan, Plan, TensorPlan, Traffic
+from tensor_parallel.planner.index_types import Cut, Dim, leaves, normal_form
+from tensor_parallel.planner.island import Graph, State
+from tensor_parallel.planner.records import ModuleCall, Value
+from tensor_parallel.planner.select import Candidate, Choice
+from tensor_parallel.planner.sizes import Sizes
+
+Names = Mapping[str, tuple[object, tuple[str, ...], bool]]
+
+_ATTENTION = ("scaled_dot_product", "softmax")
+
+
+class _Names:
+    """Factor names: the module that its parameters share, and what one unit is."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.used: set[str] = set()
+        self.cut: Cut = {}
+        self.factors: dict[str, Factor] = {}
+
+    def add(self, candidate: Candidate) -> None:
+        noun = self._noun(candidate)
+        partner = None
+        if candidate.partner is not None:
+            partner = self._factor(candidate, candidate.partner, "query_group", "query head of a KV head", None)
+            noun = "kv_head"
+        self._factor(candidate, candidate.leaf, noun, self._unit(candidate, noun), partner)
+
+    def _factor(self, candidate: Candidate, node: Dim, noun: str, unit: str, partner: str | None) -> str:
+        modules = [key.split(".")[:-1] for key in candidate.island.parameters]
+        shared = []
+        for parts in zip(*modules, strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        name = ".".join([*shared, noun])
+        number = 2
+        while name in self.used:
+            name = ".".join([*shared, f"{noun}_{number}"])
+            number += 1
+        self.used.add(name)
+        self.cut[node] = name
+        self.factors[name] = Factor(name, node.size, partner, unit)
+        return name
+
+    def _noun(self, candidate: Candidate) -> str:
+        island = candidate.island
+        if island.lookups:
+            return "row"
+        ops = {c for v in island.states for c in self.graph.consumers.get(v, ())}
+        if any(word in self.graph.trace.ops[op].name for op in ops for word in _ATTENTION):
+            return "head"
+        if any(len(self.graph.trace.parameters[key].shape) > 2 for key in island.parameters):
+            return "channel"
+        return "unit"
+
+    def _unit(self, candidate: Candidate, noun: str) -> str:
+        value = self.graph.trace.parameters[candidate.island.parameters[0]]
+        for dim in value.dims:
+            for segment in normal_form(dim, {candidate.leaf: "cut"}).segments:
+                if segment.factors:
+                    behind = prod(part.size for part in segment.parts[[p.factor for p in segment.parts].index("cut") + 1 :])
+                    words = noun.replace("_", " ").replace("kv", "KV")
+                    return words if behind == 1 else f"{words} of {behind}"
+        return noun
+
+
+class _Emitter:
+    def __init__(self, graph: Graph, choice: Choice, sizes: Sequence[Sizes], names: Names) -> None:
+        self.graph, self.choice, self.sizes, self.names = graph, choice, sizes, names
+        self.factor_names = _Names(graph)
+        for candidate in choice.chosen:
+            self.factor_names.add(candidate)
+        self.cut = self.factor_names.cut
+        self.by_value: dict[int, Candidate] = {}
+        self.places: dict[tuple[str, str, str], tuple[Candidate, str]] = {}
+        for candidate in choice.chosen:
+            self.by_value.update(dict.fromkeys(candidate.island.touched(), candidate))
+            self.places.update({place: (candidate, kind) for place, kind in candidate.island.places.items()})
+
+    # --- tensors --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, TensorPlan]:
+        biases = {key for candidate in self.choice.chosen for key in candidate.island.biases}
+        found = {}
+        for key, (_, names, is_buffer) in self.names.items():
+            value = self.graph.trace.parameters[key]
+            nbytes = prod(value.shape) * value.dtype.itemsize
+            dims = [normal_form(dim, self.cut) for dim in value.dims]
+            layout = TensorLayout(tuple(dims) if len(dims) == len(value.shape) else _whole(value))
+            if not layout.factors:
+                layout = TensorLayout(_whole(value))
+            reason = "" if layout.factors else self._reason(key, value, key in biases)
+            found[key] = TensorPlan(names, layout, nbytes, is_buffer, key in biases, reason=reason)
+        return found
+
+    def _reason(self, key: str, value: Value, bias: bool) -> str:
+        if bias:
+            return "added to a sum over the ranks: rank 0 adds it"
+        if key in self.graph.trace.opaque:
+            return self.graph.trace.opaque[key]
+        if value.index not in self.graph.consumers:
+            return "the traced forward does not use it"
+        reasons = [
+            self.choice.reasons[node]
+            for dim in value.dims
+            for node in leaves(dim)
+            if node in self.choice.reasons and node.size > 1
+        ]
+        return "; ".join(dict.fromkeys(reasons)) or "it has one unit"
+
+    # --- modules --------------------------------------------------------------------------------------------------
+
+    def _placement(self, value: Value, state: State | None, candidate: Candidate) -> Placement:
+        if state is None:
+            return REPLICATE
+        own = {candidate.leaf} | ({candidate.partner} if candidate.partner is not None else set())
+        cut = {node: name for node, name in self.cut.items() if node in own}
+        if state == "partial":
+            return Placement("partial", (), tuple(cut.values()))
+        rank = len(value.shape)
+        dims = [
+            (i - rank, normal_form(dim, cut, self.graph.by_leaf))
+            for i, dim in enumerate(value.dims)
+            if any(node in cut for node in leaves(dim))
+        ]
+        return Placement("shard", tuple(dims))
+
+    def _boundary(self, call: ModuleCall, side: str, path: str, value: Value) -> tuple[Placement, Placement] | None:
+        place = (call.name, side, path)
+        if place in self.places:
+            candidate, kind = self.places[place]
+            states: dict[str, State] = {"all_reduce": "partial", "all_gather": "shard", "slice": "shard"}
+            lies = self._placement(value, states[kind], candidate)
+            return (REPLICATE, lies) if kind == "slice" else (lies, REPLICATE)
+        owner = self.by_value.get(value.index)
+        if owner is None:
+            return None
+        state = owner.island.state_at(value.index, call.first_op if side == "in" else call.last_op)
+        if state is None:
+            return None
+        lies = self._placement(value, state, owner)
+        return lies, lies
+
+    def _boundaries(self, calls: Sequence[ModuleCall], side: str) -> tuple[Boundary, ...]:
+        found: dict[str, dict[int, tuple[Placement, Placement]]] = {}
+        for call in calls:
+            for path, value in (call.inputs if side == "in" else call.outputs).items():
+                crossing = self._boundary(call, side, path, value) or (REPLICATE, REPLICATE)
+                found.setdefault(path, {})[call.number] = crossing
+        result = []
+        for path, by_number in found.items():
+            kinds = set(by_number.values())
+            if kinds == {(REPLICATE, REPLICATE)}:
+                continue
+            if len(kinds) == 1:
+                result.append(Boundary(path, *kinds.pop()))
+            else:
+                result += [Boundary(path, *by_number[n], call=n) for n in sorted(by_number)]
+        return tuple(result)
+
+    def modules(self) -> dict[str, ModulePlan]:
+        attributes: dict[str, list[LocalSize]] = {}
+        sites: dict[str, list[CallSite]] = {}
+        rename = {"first": 0, "partner": 1}
+        for candidate, sizes in zip(self.choice.chosen, self.sizes, strict=True):
+            own = [self.cut[candidate.leaf], self.cut.get(candidate.partner) if candidate.partner else None]
+            renamed = {old: own[index] or old for old, index in rename.items()}
+            for (module, attribute), layout in sizes.attributes.items():
+                attributes.setdefault(module, []).append(LocalSize(attribute, _renamed(layout, renamed)))
+            for module, site in sizes.sites:
+                layout_ = None if site.layout is None else _renamed(site.layout, renamed)
+                twin = CallSite(site.method, site.position, site.argument, site.value, layout_)
+                if twin not in sites.setdefault(module, []):
+                    sites[module].append(twin)
+        lookups = self._lookups()
+        found = {}
+        for name, calls in self.graph.calls.items():
+            plan = ModulePlan(
+                self._boundaries(calls, "in"),
+                self._boundaries(calls, "out"),
+                tuple(lookups.get(name, ())),
+                tuple(attributes.get(name, ())),
+                tuple(sites.get(name, ())),
+            )
+            if plan != ModulePlan():
+                found[name] = plan
+        return found
+
+    def _lookups(self) -> dict[str, list[Lookup]]:
+        found: dict[str, list[Lookup]] = {}
+        for candidate in self.choice.chosen:
+            for op in candidate.island.lookups:
+                call = self.graph.trace.module_calls[op.module_call]
+                weight, ids = op.inputs()[:2]
+                path = next(path for path, value in call.inputs.items() if value is ids)
+                lookup = Lookup(path, "weight", normal_form(weight.dims[0], self.cut))
+                if lookup not in found.setdefault(call.name, []):
+                    found[call.name].append(lookup)
+        return found
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        result = []
+        for (name, side, path), (_, kind) in self.places.items():
+            calls = [call for call in self.graph.calls[name] if call.trace == 0]
+            values = [(call.inputs if side == "in" else call.outputs).get(path) for call in calls]
+            nbytes = [prod(v.shape) * v.dtype.itemsize for v in values if v is not None]
+            if kind == "all_reduce" and nbytes:
+                result.append(Traffic(name, path, "all_reduce", len(nbytes), nbytes[0]))
+            elif kind == "all_gather" and nbytes:
+                result.append(Traffic(name, path, "all_gather", len(nbytes), nbytes[0]))
+        order = {name: i for i, name in enumerate(self.graph.calls)}
+        return tuple(sorted(result, key=lambda t: (order[t.module], t.path)))
+
+
+def _whole(value: Value) -> tuple[DimLayout, ...]:
+    return tuple(DimLayout.whole(size) for size in value.shape)
+
+
+def _renamed(layout: DimLayout, names: Mapping[str, str]) -> DimLayout:
+    from tensor_parallel.layout import Part, Segment
+
+    return DimLayout(
+        tuple(
+            Segment(tuple(Part(p.size, None if p.factor is None else names[p.factor]) for p in s.parts))
+            for s in layout.segments
+        )
+    )
+
+
+def emit(graph: Graph, choice: Choice, sizes: Sequence[Sizes], names: Names, world_size: int) -> Plan:
+    """The plan of a choice. `sizes`: the solution of each chosen candidate, in the same order."""
+    emitter = _Emitter(graph, choice, sizes, names)
+    return Plan(
+        factors=emitter.factor_names.factors,
+        tensors=emitter.tensors(),
+        modules=emitter.modules(),
+        traffic=emitter.traffic(),
+        paths=tuple(graph.trace.paths),
+        world_size=world_size,
+    )

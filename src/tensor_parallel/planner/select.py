@@ -1,0 +1,218 @@
+"""Which leaves to cut: simulate every candidate, then take the best set whose members do not clash.
+
+One number decides: bytes on the busiest device, plus each collective at a rate of exchange stated in bytes of weights that
+one would rather hold. Ties are broken by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from tensor_parallel.planner.index_types import Dim, find, leaves
+from tensor_parallel.planner.island import Fails, Graph, Island, Simulation, has
+from tensor_parallel.planner.records import Value
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a collective costs, in bytes of weights on the busiest device.
+
+    The defaults make a Llama come out as Megatron's split and let a vocabulary of 50 be split.
+    """
+
+    call: float = 256.0
+    byte: float = 1 / 64
+
+
+@dataclass
+class Candidate:
+    """A leaf (with its partner: query groups beside KV heads) and the island that cutting it makes."""
+
+    name: str
+    leaf: Dim
+    island: Island
+    saved: float
+    cost: float
+    partner: Dim | None = None
+
+    @property
+    def gain(self) -> float:
+        return self.saved - self.cost
+
+
+@dataclass
+class Choice:
+    """What is cut, and why the rest is not."""
+
+    chosen: list[Candidate] = field(default_factory=list)
+    reasons: dict[Dim, str] = field(default_factory=dict)
+
+
+def _bytes(value: Value) -> int:
+    return prod(value.shape) * value.dtype.itemsize
+
+
+def _rate(graph: Graph, island: Island, units: int, world_size: int, exchange: Exchange) -> tuple[float, float]:
+    busiest = -(-units // world_size) / units
+    saved = sum(_bytes(graph.trace.parameters[key]) for key in island.parameters) * (1 - busiest)
+    cost = 0.0
+    for (name, side, path), kind in island.places.items():
+        if kind == "slice":
+            continue
+        for call in graph.calls[name]:
+            value = (call.inputs if side == "in" else call.outputs).get(path)
+            if value is not None:
+                cost += exchange.call + exchange.byte * _bytes(value)
+    return saved, cost
+
+
+def leaf_name(graph: Graph, node: Dim) -> str:
+    """A name for people and for ties: the first parameter that has the leaf, and where."""
+    value = graph.by_leaf[node][0]
+    at = next(i for i, dim in enumerate(value.dims) if any(n is node for n in leaves(dim)))
+    order = [n for n in leaves(value.dims[at])].index(node)
+    return f"{value.parameter}.{at}.{order}"
+
+
+def _simulate(graph: Graph, cut: tuple[Dim, ...], world_size: int, exchange: Exchange) -> tuple[Island, float, float]:
+    """The cheaper of reducing as early and as late as can be."""
+    found: list[tuple[float, Island, float, float]] = []
+    failure: Fails | None = None
+    for eager in (True, False):
+        try:
+            island = Simulation(graph, cut, eager=eager).run()
+        except Fails as error:
+            failure = failure or error
+            continue
+        saved, cost = _rate(graph, island, prod(node.size for node in cut), world_size, exchange)
+        found.append((cost - saved, island, saved, cost))
+        if cost < saved:
+            break
+    if not found:
+        raise failure or Fails("no way")
+    _, island, saved, cost = min(found, key=lambda item: item[0])
+    return island, saved, cost
+
+
+def candidates(graph: Graph) -> Iterator[Dim]:
+    """Every leaf of a parameter that has units to deal out."""
+    for node, values in graph.by_leaf.items():
+        if node.size > 1 and any(not value.is_buffer for value in values):
+            yield node
+
+
+def choose(
+    graph: Graph,
+    world_size: int,
+    exchange: Exchange,
+    holds: Callable[[Candidate], str],
+) -> Choice:
+    """The set of candidates with the largest gain that do not clash, taken greedily.
+
+    holds: a last check of a candidate (its integers): "" or why it does not hold.
+    """
+    choice = Choice()
+    found: list[Candidate] = []
+    for node in candidates(graph):
+        try:
+            island, saved, cost = _simulate(graph, (node,), world_size, exchange)
+        except Fails as error:
+            choice.reasons[node] = str(error)
+            continue
+        candidate = Candidate(leaf_name(graph, node), node, island, saved, cost)
+        if candidate.gain <= 0:
+            choice.reasons[node] = f"saves {saved:.0f} bytes and costs {cost:.0f} in collectives"
+        else:
+            found.append(candidate)
+    found.sort(key=lambda c: (-c.gain, c.name))
+    taken = _Taken()
+    for candidate in found:
+        clash = taken.clash(candidate)
+        if not clash:
+            clash = holds(candidate)
+        if clash:
+            choice.reasons[candidate.leaf] = clash
+            continue
+        _add_partner(graph, candidate, world_size, exchange, holds, taken)
+        taken.add(candidate)
+        choice.chosen.append(candidate)
+    return choice
+
+
+class _Taken:
+    """What the chosen candidates use: no two of them may cut one parameter or touch one tensor."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, str] = {}
+        self.biases: dict[str, str] = {}
+        self.values: dict[int, str] = {}
+        self.places: dict[tuple[str, str, str], str] = {}
+
+    def clash(self, candidate: Candidate) -> str:
+        island = candidate.island
+        for key in island.parameters:
+            if other := self.parameters.get(key) or self.biases.get(key):
+                return f"{key} is cut by {other} already"
+        for key in island.biases:
+            if other := self.parameters.get(key):
+                return f"{key}, added to a partial sum, is cut by {other} already"
+        for index in island.touched():
+            if other := self.values.get(index):
+                return f"shares a tensor with {other}, which cuts or sums it differently"
+        for place in island.places:
+            if other := self.places.get(place):
+                return f"shares the border {place} with {other}"
+        return ""
+
+    def add(self, candidate: Candidate) -> None:
+        island = candidate.island
+        self.parameters.update(dict.fromkeys(island.parameters, candidate.name))
+        self.biases.update(dict.fromkeys(island.biases, candidate.name))
+        self.values.update(dict.fromkeys(island.touched(), candidate.name))
+        self.places.update(dict.fromkeys(island.places, candidate.name))
+
+
+def _partner(graph: Graph, node: Dim) -> Dim | None:
+    """The leaf right behind `node` in a product of some parameter's dim that other parameters do not have there."""
+    for value in graph.by_leaf[node]:
+        for dim in value.dims:
+            row = list(leaves(dim))
+            for first, second in zip(row, row[1:], strict=False):
+                if first is node and second.size > 1 and len(graph.by_leaf[second]) < len(graph.by_leaf[node]):
+                    return find(second)
+    return None
+
+
+def _add_partner(
+    graph: Graph,
+    candidate: Candidate,
+    world_size: int,
+    exchange: Exchange,
+    holds: Callable[[Candidate], str],
+    taken: _Taken,
+) -> None:
+    """Query groups take the ranks that KV heads are too few for, if both together hold at the same borders."""
+    node = _partner(graph, candidate.leaf)
+    if node is None:
+        return
+    try:
+        both = Simulation(graph, (candidate.leaf, node)).run()
+        alone = Simulation(graph, (node,)).run()
+    except Fails:
+        return
+    pair = Candidate(candidate.name, candidate.leaf, both, candidate.saved, candidate.cost, node)
+    same = set(both.parameters) == set(candidate.island.parameters) and both.places == candidate.island.places
+    if same and has_all(graph, alone, both) and not taken.clash(pair) and not holds(pair):
+        candidate.partner, candidate.island = node, both
+
+
+def has_all(graph: Graph, alone: Island, both: Island) -> bool:
+    """Whether each partial sum of the pair is one over the partner's units too, so that no unit is counted twice."""
+    partial = {index for index, state in both.states.items() if state == "partial"}
+    return all(alone.states.get(index) == "partial" for index in partial)
+
+
+def holds_leaf(value: Value, node: Dim) -> bool:
+    return has(value, frozenset((node,)))

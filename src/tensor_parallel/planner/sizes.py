@@ -1,0 +1,445 @@
+"""Which integers of the model's code must become a rank's own.
+
+Every size argument of a traced call says what it counts. With the units cut, the value that the code would compute on a
+rank must be the local size. Where it is not, the attribute that gives it becomes local, or else the one call; where
+neither reaches, the units are not cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensor_parallel.layout import Cuts, DimLayout, local_size, spread
+from tensor_parallel.plan import CallSite, Factor, Plan, resolve, source
+from tensor_parallel.planner.index_types import Blocked, Cut, Dim, cut_sum, leaves, normal_form, split_product
+from tensor_parallel.planner.integers import Attribute, Comparison, Constant, Expression, Size, evaluate
+from tensor_parallel.planner.integers import leaves as origins
+from tensor_parallel.planner.island import Graph, Island
+from tensor_parallel.planner.records import FunctionCall, IntegerArgument, Value, tensors
+
+WORLD_SIZES = (2, 3, 4)
+"""Sizes are checked as numbers for these world sizes, rank by rank."""
+
+_SHAPES = {
+    "view", "reshape", "expand", "broadcast_to", "zeros", "ones", "full", "empty", "rand", "randn",
+    "new_zeros", "new_ones", "new_full", "new_empty",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """`argument` of `call` counts the units of `dim` where `value` is a shard; elsewhere, and for dim None, it is the
+    number that the unsplit model passes."""
+
+    call: FunctionCall
+    argument: IntegerArgument
+    dim: Dim | None
+    value: Value | None
+
+
+@dataclass
+class Sizes:
+    """The solution for one island."""
+
+    attributes: dict[tuple[str, str], DimLayout] = field(default_factory=dict)
+    sites: list[tuple[str, CallSite]] = field(default_factory=list)
+
+
+class Unsolved(Exception):
+    """An integer that nothing reaches; the text says which."""
+
+
+# --- what the arguments of a call count ------------------------------------------------------------------------------
+
+
+def requirements(call: FunctionCall) -> Iterator[Requirement]:
+    """One for each integer of the call that matters."""
+    counted = {id(r.argument): r for r in _counted(call)}
+    for argument in call.integers:
+        found = counted.get(id(argument))
+        if found is not None:
+            yield found
+        elif argument.expression is not None:
+            yield Requirement(call, argument, None, None)
+
+
+def _counted(call: FunctionCall) -> Iterator[Requirement]:
+    name = call.name
+    outputs = [value for _, value in tensors(call.outputs, Value)]
+    if not outputs:
+        return
+    by_path = {argument.path: argument for argument in call.integers}
+    if name in _SHAPES:
+        yield from _shape_arguments(call, by_path, outputs[0])
+    elif name == "unflatten":
+        first = int(_positional(call, 1, "dim")) % len(_input(call).shape)
+        sizes = [by_path[p] for p in sorted(by_path, key=str) if p[:1] in ((2,), ("sizes",)) and len(p) > 1]
+        for offset, argument in enumerate(sizes):
+            yield Requirement(call, argument, outputs[0].dims[first + offset], outputs[0])
+    elif name in ("split", "split_with_sizes"):
+        dim = int(_positional(call, 2, "dim", 0))
+        for path, argument in by_path.items():
+            if path[0] in (1, "split_size_or_sections", "split_size", "split_sizes"):
+                output = outputs[path[1] if len(path) > 1 else 0]  # type: ignore[index]
+                yield Requirement(call, argument, output.dims[dim], output)
+    elif name in ("__getitem__", "narrow"):
+        yield from _slices(call, by_path)
+    elif name == "repeat_interleave":
+        yield from _repeats(call, by_path, outputs[0])
+    elif name in ("conv1d", "conv2d", "conv3d", "group_norm"):
+        yield from _groups(call, by_path, outputs[0])
+
+
+def _input(call: FunctionCall) -> Value:
+    return next(value for _, value in tensors((call.args, call.kwargs), Value))
+
+
+def _positional(call: FunctionCall, index: int, name: str, default: Any = None) -> Any:
+    return call.args[index] if index < len(call.args) else call.kwargs.get(name, default)
+
+
+def _shape_arguments(
+    call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument], output: Value
+) -> Iterator[Requirement]:
+    rank = len(output.shape)
+    start = 1 if call.args and isinstance(call.args[0], Value) else 0
+    if len(call.args) > start and isinstance(call.args[start], (tuple, list)):
+        prefix: tuple[int | str, ...] = (start,)
+    elif len(call.args) > start:
+        prefix = ()
+    else:
+        prefix = ("size",) if "size" in call.kwargs else ("shape",)
+    for i in range(rank):
+        path = (*prefix, i) if prefix else (start + i,)
+        argument = by_path.get(path)
+        if argument is not None and argument.value >= 0:
+            yield Requirement(call, argument, output.dims[i], output)
+
+
+def _slices(call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument]) -> Iterator[Requirement]:
+    value = _input(call)
+    if call.name == "narrow":
+        dim, start = int(_positional(call, 1, "dim")), int(_positional(call, 2, "start"))
+        yield from _cut_at(call, value, dim, by_path.get((2,)), start, 0)
+        yield from _cut_at(call, value, dim, by_path.get((3,)), int(_positional(call, 3, "length")) + start, start)
+        return
+    index = call.args[1]
+    items = index if isinstance(index, tuple) else (index,)
+    consumed = sum(1 for item in items if item is not None and item is not Ellipsis and not isinstance(item, bool))
+    dim = 0
+    for k, item in enumerate(items):
+        if item is None:
+            continue
+        if item is Ellipsis:
+            dim += len(value.shape) - consumed
+            continue
+        if isinstance(item, slice):
+            for key in ("start", "stop"):
+                argument = by_path.get((1, k, key) if isinstance(index, tuple) else (1, key))
+                yield from _cut_at(call, value, dim, argument, getattr(item, key), 0)
+        dim += 1
+
+
+def _cut_at(
+    call: FunctionCall, value: Value, dim: int, argument: IntegerArgument | None, at: int | None, start: int
+) -> Iterator[Requirement]:
+    """An offset counts the units before it (behind it, for a negative one; from `start`, for a length)."""
+    if argument is None or at is None or at == 0 or at - start == 0:
+        return
+    size = value.shape[dim]
+    at = min(at + size if at < 0 else at, size)
+    if at in (0, size) and argument.value not in (at, at - start):
+        return
+    try:
+        head, tail = cut_sum(value.dims[dim], at)
+        counted = tail if argument.value < 0 else cut_sum(head, start)[1] if start else head
+    except Blocked:
+        return
+    yield Requirement(call, argument, counted, value)
+
+
+def _repeats(
+    call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument], output: Value
+) -> Iterator[Requirement]:
+    argument, value = by_path.get((1,)) or by_path.get(("repeats",)), _input(call)
+    dim = _positional(call, 2, "dim")
+    if argument is not None and dim is not None and argument.value > 1:
+        try:
+            parts = split_product(output.dims[int(dim)], value.shape[int(dim)])
+        except Blocked:
+            return
+        yield Requirement(call, argument, parts[-1], output)
+
+
+def _groups(
+    call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument], output: Value
+) -> Iterator[Requirement]:
+    position, name = (1, "num_groups") if call.name == "group_norm" else (6, "groups")
+    argument = by_path.get((position,)) or by_path.get((name,))
+    if argument is not None and argument.value > 1:
+        try:
+            group = split_product(output.dims[1], argument.value)[0]
+        except Blocked:
+            return
+        yield Requirement(call, argument, group, output)
+
+
+# --- solving ---------------------------------------------------------------------------------------------------------
+
+
+class Solver:
+    """Requirements of a whole trace, solved island by island."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.by_value: dict[int, list[Requirement]] = {}
+        self.by_origin: dict[tuple[str, str], list[Requirement]] = {}
+        self.originals: dict[tuple[str, str], int] = {}
+        self.checks: dict[object, list[Comparison]] = {}
+        self.reachable: dict[tuple[type, CallSite], str] = {}
+        for call in graph.trace.function_calls:
+            for requirement in requirements(call):
+                self._index(requirement)
+        for comparison in graph.trace.recorder.comparisons:
+            for expression in (comparison.left, comparison.right):
+                for origin in origins(expression):
+                    self.checks.setdefault(_key(origin), []).append(comparison)
+        self.escapes: dict[object, list[Expression]] = {}
+        for escape in graph.trace.recorder.escapes:
+            for origin in origins(escape.expression):
+                self.escapes.setdefault(_key(origin), []).append(escape.expression)
+
+    def _index(self, requirement: Requirement) -> None:
+        if requirement.value is not None:
+            self.by_value.setdefault(requirement.value.index, []).append(requirement)
+        for origin in _origins(requirement.argument.expression):
+            if isinstance(origin, Size):
+                self.by_value.setdefault(origin.tensor, []).append(requirement)
+            else:
+                self.by_origin.setdefault(_key(origin), []).append(requirement)
+
+    def solve(self, island: Island, first: Dim, partner: Dim | None) -> Sizes:
+        """Raises Unsolved."""
+        names: Cut = {first: "first"} if partner is None else {first: "first", partner: "partner"}
+        worlds = [_cuts(first, partner, world_size) for world_size in WORLD_SIZES]
+        banned: set[tuple[str, str]] = set()
+        while True:
+            attempt = _Attempt(self, island, names, worlds, banned)
+            try:
+                return attempt.solve()
+            except _Ban as ban:
+                banned.add(ban.attribute)
+
+
+class _Ban(Exception):
+    def __init__(self, attribute: tuple[str, str]) -> None:
+        super().__init__(attribute)
+        self.attribute = attribute
+
+
+def _key(origin: Attribute | Size) -> Any:
+    return (origin.module, origin.attribute) if isinstance(origin, Attribute) else origin.tensor
+
+
+def _origins(expression: Expression | None) -> Iterator[Attribute | Size]:
+    if expression is not None:
+        yield from origins(expression)
+
+
+def _cuts(first: Dim, partner: Dim | None, world_size: int) -> Cuts:
+    """The ranges that resolve() would deal out."""
+    if partner is None:
+        return {"first": spread(first.size, world_size)}
+    factors = {"first": Factor("first", first.size, "partner"), "partner": Factor("partner", partner.size)}
+    return resolve(Plan(factors, {}), world_size).cuts
+
+
+class _Attempt:
+    """One try with some attributes left alone."""
+
+    def __init__(
+        self, solver: Solver, island: Island, names: Cut, worlds: Sequence[Cuts], banned: set[tuple[str, str]]
+    ) -> None:
+        self.solver, self.island, self.names, self.worlds, self.banned = solver, island, names, worlds, banned
+        self.found = Sizes()
+
+    def solve(self) -> Sizes:
+        relevant = {id(r): r for v in sorted(self.island.touched()) for r in self.solver.by_value.get(v, ())}
+        self._vote(list(relevant.values()))
+        for attribute in self.found.attributes:
+            relevant.update({id(r): r for r in self.solver.by_origin.get(attribute, ())})
+        sites: dict[tuple[str, CallSite], None] = {}
+        for requirement in relevant.values():
+            if not self._satisfied(requirement):
+                sites[self._site(requirement)] = None
+        self.found.sites = list(sites)
+        self._check_uses()
+        return self.found
+
+    def _expected(self, requirement: Requirement) -> DimLayout | None:
+        """What the argument counts, where that is cut; None where it must be the unsplit model's number."""
+        if requirement.dim is None or requirement.value is None:
+            return None
+        if self.island.state_at(requirement.value.index, requirement.call.at) != "shard":
+            return None
+        if not any(node in self.names for node in leaves(requirement.dim)):
+            return None
+        try:
+            return normal_form(requirement.dim, self.names, self.solver.graph.by_leaf)
+        except Blocked as error:
+            raise Unsolved(f"{requirement.call.name} in {requirement.call.owner!r}: {error}") from None
+
+    def _vote(self, relevant: Sequence[Requirement]) -> None:
+        """An attribute takes what most of the calls that it goes straight into ask of it."""
+        votes: dict[tuple[str, str], Counter[DimLayout | None]] = {}
+        for requirement in relevant:
+            expression = requirement.argument.expression
+            if isinstance(expression, Attribute) and self._expected(requirement) is not None:
+                votes.setdefault(_key(expression), Counter())
+        for attribute, counter in votes.items():
+            for requirement in self.solver.by_origin[attribute]:
+                if isinstance(requirement.argument.expression, Attribute):
+                    counter[self._expected(requirement)] += 1
+                    self.solver.originals[attribute] = requirement.argument.value
+            layout, count = max(counter.items(), key=lambda item: (item[1], item[0] is not None))
+            if layout is not None and attribute not in self.banned and count * 2 >= sum(counter.values()):
+                self.found.attributes[attribute] = layout
+
+    def _satisfied(self, requirement: Requirement) -> bool:
+        expected, argument = self._expected(requirement), requirement.argument
+        for cuts in self.worlds:
+            for rank in range(len(cuts["first"])):
+                wanted = argument.value if expected is None else self._size(expected, argument.value, cuts, rank)
+                if self._value(argument.expression, argument.value, requirement.call.at, cuts, rank) != wanted:
+                    return False
+        return True
+
+    def _size(self, layout: DimLayout, value: int, cuts: Cuts, rank: int) -> int:
+        size = local_size(layout.at_run_time(abs(value)), cuts, rank)
+        return -size if value < 0 else size
+
+    def _value(self, expression: Expression | None, value: int, at: int, cuts: Cuts, rank: int) -> int:
+        if expression is None:
+            return value
+
+        def lookup(origin: Attribute | Size) -> int:
+            return self._origin(origin, at, cuts, rank)
+
+        try:
+            return evaluate(expression, lookup)
+        except ZeroDivisionError:
+            return -(2**62)
+
+    def _origin(self, origin: Attribute | Size, at: int, cuts: Cuts, rank: int) -> int:
+        if isinstance(origin, Attribute):
+            layout = self.found.attributes.get(_key(origin))
+            return origin_value(self.solver, origin) if layout is None else local_size(layout, cuts, rank)
+        value = self.solver.graph.trace.sizes[origin.tensor]
+        size = value.shape[origin.dim]
+        if self.island.state_at(origin.tensor, at) != "shard" or not value.dims:
+            return size
+        dim = value.dims[origin.dim]
+        if not any(node in self.names for node in leaves(dim)):
+            return size
+        return self._size(normal_form(dim, self.names, self.solver.graph.by_leaf), size, cuts, rank)
+
+    def _site(self, requirement: Requirement) -> tuple[str, CallSite]:
+        call, argument = requirement.call, requirement.argument
+        what = f"the {argument.value} in {call.name}(...) of {call.owner or call.module_call!r}"
+        if call.owner is None or call.position is None or not call.method or isinstance(argument.path[0], str):
+            raise self._stuck(requirement, f"{what} stands in no method of a module")
+        path = tuple(int(p) for p in argument.path)
+        first = path[0] - int(call.is_method)
+        count = len(call.args) - int(call.is_method)
+        module = self.solver.graph.modules[call.owner]
+        layout = self._expected(requirement)
+        reason = ""
+        for index in (first, first - count):
+            site = CallSite(call.method, call.position, (index, *path[1:]), argument.value, layout)
+            key = (type(module), site)
+            if key not in self.solver.reachable:
+                method = getattr(type(module), call.method)
+                self.solver.reachable[key] = source.can_rewrite(method, site)
+            if not self.solver.reachable[key]:
+                return call.owner, site
+            reason = reason or self.solver.reachable[key]
+        raise self._stuck(requirement, f"{what}: {reason}")
+
+    def _stuck(self, requirement: Requirement, why: str) -> Exception:
+        """Leave the attributes alone that spoil a call which nothing else reaches; where there is none, give up."""
+        for origin in _origins(requirement.argument.expression):
+            if isinstance(origin, Attribute) and _key(origin) in self.found.attributes:
+                return _Ban(_key(origin))
+        return Unsolved(why)
+
+    def _check_uses(self) -> None:
+        """Comparisons must come out as they did, and numbers that left for Python must be the unsplit model's."""
+        keys: list[Any] = [*self.found.attributes, *sorted(self.island.touched())]
+        for key in keys:
+            for comparison in self.solver.checks.get(key, ()):
+                self._check_comparison(comparison)
+            for expression in self.solver.escapes.get(key, ()):
+                self._check_escape(expression)
+
+    def _check_comparison(self, comparison: Comparison) -> None:
+        last = len(self.solver.graph.trace.ops)
+        for cuts in self.worlds:
+            for rank in range(len(cuts["first"])):
+                left = self._value(comparison.left, 0, last, cuts, rank)
+                right = self._value(comparison.right, 0, last, cuts, rank)
+                # `if n_rep == 1: return x` is a short cut for one unit, right for one local unit too.
+                short_cut = 1 in (left, right) and any(
+                    isinstance(side, Constant) for side in (comparison.left, comparison.right)
+                )
+                if _compared(comparison.op, left, right) != comparison.result and not short_cut:
+                    self._blame((comparison.left, comparison.right), f"{comparison.module!r} compares sizes")
+
+    def _check_escape(self, expression: Expression) -> None:
+        last = len(self.solver.graph.trace.ops)
+        for cuts in self.worlds:
+            for rank in range(len(cuts["first"])):
+                here = self._value(expression, 0, last, cuts, rank)
+                there = evaluate(expression, lambda origin: origin_value(self.solver, origin))
+                if here != there:
+                    self._blame((expression,), "a size goes into a number")
+
+    def _blame(self, expressions: Sequence[Expression], why: str) -> None:
+        for expression in expressions:
+            for origin in origins(expression):
+                if isinstance(origin, Attribute) and _key(origin) in self.found.attributes:
+                    raise _Ban(_key(origin))
+        raise Unsolved(f"{why} that would be local ({', '.join(map(str, expressions))})")
+
+
+def _compared(op: str, left: int, right: int) -> bool:
+    match op:
+        case "==":
+            return left == right
+        case "!=":
+            return left != right
+        case "<":
+            return left < right
+        case "<=":
+            return left <= right
+        case ">":
+            return left > right
+        case _:
+            return left >= right
+
+
+def origin_value(solver: Solver, origin: Attribute | Size) -> int:
+    """The unsplit model's number."""
+    if isinstance(origin, Size):
+        return solver.graph.trace.sizes[origin.tensor].shape[origin.dim]
+    known = solver.originals.get(_key(origin))
+    if known is None:
+        at: Any = solver.graph.modules[origin.module]
+        for name in origin.attribute.split("."):
+            at = getattr(at, name)
+        known = solver.originals[_key(origin)] = int(at)
+    return known
+
+

@@ -1,0 +1,490 @@
+"""Run a module's forward once and write down every operator, function call and module call.
+
+Two modes see the forward: a function mode (what Python code calls, with the integers it passes) and, below it, a dispatch
+mode (the operators that run). Values are real for small models; for large ones parameters and what they touch are on the
+meta device, while ids, masks and freshly made tensors stay real, since masking code looks at values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensor_parallel.errors import TraceError
+from tensor_parallel.plan import source
+from tensor_parallel.planner.integers import Size, TrackedInt, tracked_attributes
+from tensor_parallel.planner.records import (
+    FunctionCall,
+    IntegerArgument,
+    ModuleCall,
+    Op,
+    Trace,
+    Value,
+    replaced,
+    tensors,
+)
+
+REAL_BYTES = 256 * 2**20
+"""Models up to this size are traced with real values; only larger ones on meta."""
+
+WHOLE = {
+    torch._C._nn.linear: "linear",
+    torch.matmul: "matmul",
+    torch.Tensor.matmul: "matmul",
+    torch.Tensor.__matmul__: "matmul",
+    torch._C._nn.scaled_dot_product_attention: "scaled_dot_product_attention",
+    torch.rms_norm: "rms_norm",
+}
+"""Functions recorded as one operator, not as what they decompose into."""
+
+OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.RNNCellBase)
+"""Modules with fused paths that read their children's weights themselves."""
+
+_SIZE_READS = {torch.Tensor.shape.__get__: "shape", torch.Tensor.size: "size"}
+_DEVICE_READ = torch.Tensor.device.__get__
+
+
+class _Recorder:
+    """State of one trace, shared by both modes."""
+
+    def __init__(self, trace: Trace, module: nn.Module, names: Mapping[int, str]) -> None:
+        self.trace = trace
+        self.names = names
+        self.known: dict[int, Value] = {}
+        self.geometry: dict[tuple[Any, ...], int] = {}
+        self.pending: list[tuple[Value, Value, Value]] = []
+        self.storages: dict[int, list[int]] = {}
+        self.alive: list[Any] = []
+        self.stack: list[int] = []
+        self.counts: dict[str, int] = {}
+        self.function_call: int | None = None
+        self.silent = 0
+        self.number = len(trace.roots())
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        found = self.known.get(id(tensor))
+        if found is None and (twin := self.geometry.get(_geometry(tensor))) is not None:
+            # Autograd hands out another tensor object for a view than the one that the dispatcher saw.
+            found = self.known[twin]
+            self._keep(tensor, found)
+        return found if found is not None else self.add(tensor)
+
+    def _keep(self, tensor: torch.Tensor, value: Value) -> None:
+        if id(tensor) not in self.known:
+            self.alive.append(tensor)
+            self.storages.setdefault(_storage(tensor), []).append(id(tensor))
+        self.known[id(tensor)] = value
+        self.geometry[_geometry(tensor)] = id(tensor)
+
+    def add(self, tensor: torch.Tensor, **facts: Any) -> Value:
+        value = Value(len(self.trace.values), tuple(tensor.shape), tensor.dtype, **facts)
+        self.trace.values.append(value)
+        self._keep(tensor, value)
+        return value
+
+    def add_parameter(self, key: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+        if key in self.trace.parameters:
+            self._keep(tensor, self.trace.parameters[key])
+            return
+        constant = is_buffer
+        self.trace.parameters[key] = self.add(tensor, parameter=key, is_buffer=is_buffer, constant=constant)
+
+    def record(self, name: str, args: Any, kwargs: Any, outputs: Any, overload: Any = None) -> None:
+        args, kwargs = replaced(args, self.value), replaced(kwargs, self.value)
+        op = Op(len(self.trace.ops), name, args, kwargs, [], self.stack[-1] if self.stack else 0, self.function_call)
+        op.overload = overload
+        inputs = op.inputs()
+        for _, tensor in tensors(outputs):
+            written = id(tensor) in self.known
+            aliases = [a for a in self.storages.get(_storage(tensor), []) if a != id(tensor)] if written else []
+            value = self.add(tensor, producer=op.index, constant=all(v.constant for v in inputs))
+            op.outputs.append(value)
+            if aliases:
+                self._written_through(value, aliases)
+        self.trace.ops.append(op)
+
+    def _written_through(self, written: Value, aliases: Sequence[int]) -> None:
+        """An in-place write changed every view of the storage: what they hold now is unknown."""
+        for alias in aliases:
+            old = self.known[alias]
+            value = Value(len(self.trace.values), old.shape, old.dtype, constant=old.constant and written.constant)
+            self.trace.values.append(value)
+            self.known[alias] = value
+            self.pending.append((value, old, written))
+
+    def flush(self) -> None:
+        """Write down the unknown views behind in-place writes as operators of their own."""
+        for value, old, written in self.pending:
+            index = len(self.trace.ops)
+            value.producer = index
+            at = self.stack[-1] if self.stack else 0
+            self.trace.ops.append(Op(index, "view of a tensor written in place", (old, written), {}, [value], at, None))
+        self.pending.clear()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return -id(tensor)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, state: _Recorder, meta: bool) -> None:
+        super().__init__()
+        self.state = state
+        self.meta = meta
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        run_args, run_kwargs = args, kwargs
+        if self.meta:
+            run_args, run_kwargs = _on_meta(func, args, kwargs)
+        outputs = func(*run_args, **run_kwargs)
+        if not self.state.silent:
+            self.state.record(str(func), args, kwargs, outputs, func)
+            self.state.flush()
+        return outputs
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    inputs = [t for _, t in tensors((args, kwargs))]
+    if any(t.is_meta for t in inputs):
+        moved: Callable[[torch.Tensor], torch.Tensor] = lambda t: t if t.is_meta else t.to("meta")  # noqa: E731
+        written = func._schema.arguments[0].alias_info is not None and func._schema.arguments[0].alias_info.is_write
+        if written and not inputs[0].is_meta:
+            raise TraceError(f"{func} writes a value that depends on parameters into a tensor with real values")
+        args, kwargs = replaced(args, moved), replaced(kwargs, moved)
+        kwargs.pop("device", None)
+    elif torch.device(kwargs.get("device") or "cpu").type == "meta":
+        kwargs["device"] = torch.device("cpu")
+    return args, kwargs
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, state: _Recorder) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        state = self.state
+        if state.silent:
+            return func(*args, **kwargs)
+        if func in _SIZE_READS:
+            return self._size(func, args, kwargs)
+        if func is _DEVICE_READ and args[0].is_meta and id(args[0]) in state.known:
+            return torch.device("cpu")
+        for _, tensor in tensors((args, kwargs)):
+            self._check_origin(tensor)
+        call = self._call(func, args, kwargs, sys._getframe(1))
+        args, kwargs = replaced(args, int.__int__, TrackedInt), replaced(kwargs, int.__int__, TrackedInt)
+        args = _plain_slices(args)
+        outer, state.function_call = state.function_call, call.index
+        try:
+            if func in WHOLE:
+                state.silent += 1
+                try:
+                    outputs = func(*args, **kwargs)
+                finally:
+                    state.silent -= 1
+                state.record(WHOLE[func], args, kwargs, outputs)
+            else:
+                outputs = func(*args, **kwargs)
+        finally:
+            state.function_call = outer
+        call.outputs = replaced(outputs, state.value)
+        return outputs
+
+    def _size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        tensor = args[0]
+        value = self.state.value(tensor)
+        self.state.trace.sizes[value.index] = value
+        recorder = self.state.trace.recorder
+        if isinstance(result, int):
+            dim = int(kwargs.get("dim", args[1] if len(args) > 1 else 0)) % tensor.dim()
+            return TrackedInt(result, Size(value.index, dim), recorder)
+        return torch.Size([TrackedInt(n, Size(value.index, dim), recorder) for dim, n in enumerate(result)])
+
+    def _check_origin(self, tensor: torch.Tensor) -> None:
+        """What a custom autograd function returns is behind an operator whose backward nobody knows."""
+        if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction) and id(tensor) in self.state.known:
+            old = self.state.known[id(tensor)]
+            producer = None if old.producer is None else self.state.trace.ops[old.producer]
+            if producer is None or producer.name != "custom autograd function":
+                op = Op(len(self.state.trace.ops), "custom autograd function", (old,), {}, [], self.state.stack[-1], None)
+                op.outputs.append(self.state.add(tensor, producer=op.index, constant=old.constant))
+                self.state.trace.ops.append(op)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> FunctionCall:
+        state = self.state
+        name = getattr(func, "__name__", str(func))
+        call = FunctionCall(len(state.trace.function_calls), name, (), {}, state.stack[-1])
+        state.trace.function_calls.append(call)
+        call.integers = list(_integers(args, ())) + [i for k, v in kwargs.items() for i in _integers(v, (k,))]
+        call.args = replaced(replaced(args, state.value), int.__int__, TrackedInt)
+        call.kwargs = replaced(replaced(kwargs, state.value), int.__int__, TrackedInt)
+        call.args = _plain_slices(call.args)
+        call.at = len(state.trace.ops)
+        call.is_method = getattr(torch.Tensor, name, None) is func
+        if call.integers:
+            _locate(call, frame, state)
+        return call
+
+
+def _plain_slices(tree: Any) -> Any:
+    def plain(piece: slice) -> slice:
+        return slice(*(int.__int__(x) if isinstance(x, TrackedInt) else x for x in (piece.start, piece.stop, piece.step)))
+
+    return replaced(tree, plain, slice)
+
+
+def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgument]:
+    if isinstance(tree, TrackedInt):
+        yield IntegerArgument(path, int.__int__(tree), tree.expression)
+    elif isinstance(tree, int) and not isinstance(tree, bool):
+        yield IntegerArgument(path, tree, None)
+    elif isinstance(tree, slice):
+        for key in ("start", "stop", "step"):
+            yield from _integers(getattr(tree, key), (*path, key))
+    elif isinstance(tree, (tuple, list)):
+        for key, item in enumerate(tree):
+            yield from _integers(item, (*path, key))
+
+
+def _in_torch(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith(("torch.", "tensor_parallel.")) and not name.startswith("torch.nn.modules") or name == "torch"
+
+
+def _locate(call: FunctionCall, frame: FrameType | None, state: _Recorder) -> None:
+    """Which method of which module the call stands in, for a call-site override."""
+    while frame is not None and _in_torch(frame):
+        frame = frame.f_back
+    if frame is None:
+        return
+    owner = source.method_frame(frame).f_locals.get("self")
+    if isinstance(owner, nn.Module) and id(owner) in state.names:
+        call.owner = state.names[id(owner)]
+        call.method = source.method_of(frame, type(owner)) or ""
+        call.position = source.call_position(frame)
+
+
+def _wrapped_forward(state: _Recorder, module: nn.Module, name: str) -> Callable[..., Any]:
+    forward = module.forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if state.silent:
+            return forward(*args, **kwargs)
+        trace = state.trace
+        number = state.counts.get(name, 0)
+        state.counts[name] = number + 1
+        parent = state.stack[-1] if state.stack else None
+        call = ModuleCall(len(trace.module_calls), name, number, parent, state.number)
+        trace.module_calls.append(call)
+        with torch._C.DisableTorchFunction():
+            call.inputs = {p: state.value(t) for p, t in _named_inputs(signature, args, kwargs)}
+        call.first_op = len(trace.ops)
+        entered = {id(t) for _, t in tensors((args, kwargs))}
+        state.stack.append(call.index)
+        outer, trace.recorder.module = trace.recorder.module, name
+        try:
+            if isinstance(module, OPAQUE):
+                outputs = _opaque(state, module, name, forward, args, kwargs)
+            else:
+                outputs = forward(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                outputs = replaced(outputs, lambda t: _alias(state, t) if id(t) in entered else t)
+                call.outputs = {p: state.value(t) for p, t in tensors(outputs)}
+        finally:
+            state.stack.pop()
+            trace.recorder.module = outer
+        call.last_op = len(trace.ops)
+        return outputs
+
+    return traced
+
+
+def _alias(state: _Recorder, tensor: torch.Tensor) -> torch.Tensor:
+    """A module that hands on its input: the output becomes a tensor of its own, so that the two can lie differently."""
+    with torch.no_grad() if not tensor.requires_grad else contextlib.nullcontext():
+        state.silent += 1
+        try:
+            output = tensor.view_as(tensor)
+        finally:
+            state.silent -= 1
+    state.record("aten.alias.default", (tensor,), {}, output)
+    return output
+
+
+def _opaque(state: _Recorder, module: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+    state.silent += 1
+    try:
+        with torch._C.DisableTorchFunction():
+            outputs = forward(*args, **kwargs)
+    finally:
+        state.silent -= 1
+    for _, tensor in module.named_parameters():
+        value = state.known.get(id(tensor))
+        if value is not None and value.parameter is not None:
+            state.trace.opaque[value.parameter] = f"{type(module).__name__} {name!r} has fused paths of its own"
+    state.record(f"module {type(module).__name__}", (args, tuple(module.parameters())), kwargs, outputs)
+    return outputs
+
+
+def _named_inputs(signature: inspect.Signature, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    bound = signature.bind_partial(*args, **kwargs)
+    for key, item in bound.arguments.items():
+        kind = signature.parameters[key].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            yield from tensors(item)
+        else:
+            yield from tensors(item, path=key)
+
+
+@contextlib.contextmanager
+def _instrumented(state: _Recorder, names: Mapping[str, nn.Module]) -> Iterator[None]:
+    wrapped = []
+    try:
+        for name, module in names.items():
+            if "forward" in module.__dict__:
+                continue
+            object.__setattr__(module, "forward", _wrapped_forward(state, module, name))
+            wrapped.append(module)
+        yield
+    finally:
+        for module in wrapped:
+            module.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def _meta_parameters(module: nn.Module) -> Iterator[None]:
+    """Parameters and parameter-like buffers replaced by meta ones of the same identity relations."""
+    swapped: dict[int, nn.Parameter] = {}
+    undo = []
+    try:
+        for part in module.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None and not parameter.is_meta:
+                    twin = swapped.get(id(parameter))
+                    if twin is None:
+                        data = torch.empty_like(parameter, device="meta")
+                        twin = swapped[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+                    undo.append((part, key, parameter))
+                    part._parameters[key] = twin
+        yield
+    finally:
+        for part, key, parameter in undo:
+            part._parameters[key] = parameter
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Whatever a forward changes is put back: buffers and the random states."""
+    saved = [(b, b.detach().clone()) for b in module.buffers()]
+    versions = [b._version for b, _ in saved]
+    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for (buffer, copy), version in zip(saved, versions, strict=True):
+                if buffer._version != version and not buffer.is_meta:
+                    buffer.copy_(copy)
+
+
+def parameter_names(module: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str, ...], bool]]:
+    """key -> (tensor, all its names, is a buffer) of every parameter and buffer, in the model's order."""
+    found: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    for is_buffer, named in ((False, module.named_parameters), (True, module.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
+            found.setdefault(id(tensor), (tensor, [], is_buffer))[1].append(name)
+    return {names[0]: (tensor, tuple(names), is_buffer) for tensor, names, is_buffer in found.values()}
+
+
+def trace(module: nn.Module, examples: Sequence[Mapping[str, Any] | tuple[Any, ...]]) -> Trace:
+    """Trace the module's forward with each of the example inputs (a dict of keywords or a tuple of arguments).
+
+    Raises:
+        TraceError: the forward refuses the inputs, or can be traced neither with real values nor on meta.
+    """
+    nbytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    on_meta = any(p.is_meta for p in module.parameters())
+    ways = [True] if on_meta else [False] if nbytes <= REAL_BYTES else [True, False]
+    for way in ways:
+        try:
+            return _trace(module, examples, meta=way)
+        except Exception as error:
+            if way is not ways[-1]:
+                continue
+            raise TraceError(
+                f"{type(module).__name__}.forward cannot be traced with example_inputs "
+                f"{_described(examples)}: {type(error).__name__}: {error}. Give example_inputs that the forward takes: "
+                f"a dict of keywords or a tuple of arguments, or a list of them"
+            ) from error
+    raise AssertionError("unreachable")
+
+
+def _described(examples: Sequence[Any]) -> str:
+    def described(item: Any) -> str:
+        if isinstance(item, torch.Tensor):
+            return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
+        if isinstance(item, Mapping):
+            return "{" + ", ".join(f"{k}: {described(v)}" for k, v in item.items()) + "}"
+        if isinstance(item, (tuple, list)):
+            return "(" + ", ".join(described(v) for v in item) + ")"
+        return repr(item)
+
+    return "; ".join(described(e) for e in examples)
+
+
+def _trace(module: nn.Module, examples: Sequence[Any], *, meta: bool) -> Trace:
+    result = Trace()
+    modules = dict(module.named_modules())
+    names = {id(m): n for n, m in modules.items()}
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_restored(module))
+        if meta:
+            stack.enter_context(_meta_parameters(module))
+        stack.enter_context(tracked_attributes(module, result.recorder))
+        keys = parameter_names(module)
+        for example in examples:
+            state = _Recorder(result, module, names)
+            for key, (tensor, _, is_buffer) in keys.items():
+                state.add_parameter(key, tensor, is_buffer)
+            _run(state, module, modules, _moved(example, device), meta)
+            described = example if isinstance(example, Mapping) else {str(i): 1 for i in range(len(example))}
+            result.paths.append(f"{', '.join(described)}; {'train' if module.training else 'eval'}")
+    return result
+
+
+def _moved(example: Any, device: torch.device) -> Any:
+    example = dict(example) if isinstance(example, Mapping) else tuple(example)
+    return replaced(example, lambda t: t.detach().to(device))
+
+
+def _run(state: _Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    with _instrumented(state, modules), torch.enable_grad(), _Operators(state, meta), _Functions(state):
+        module(*args, **kwargs)
