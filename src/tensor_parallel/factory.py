@@ -47,9 +47,9 @@ def tensor_parallel(
     device_ids: names, `torch.device`s or CUDA indices, one a rank; the same may be named several times. Default: all
         CUDA devices, else one CPU.
     tensor_parallel_config: a `tp.Plan`; default: found from a trace of the module's forward.
-    example_inputs: a dict or a tuple of what the forward takes, or a list of them: what to trace with. transformers models
-        make their own. Without any, each linear, embedding and convolution layer is split by itself.
-    output_device, output_device_index: where outputs go, one of the devices, or its index among them; default: the first.
+    example_inputs: a dict or a tuple of what the forward takes, or a list of them: what to trace with. transformers
+        models make their own. Without any, each linear, embedding and convolution layer is split by itself.
+    output_device, output_device_index: where outputs go, one of the devices or its index; default: the first.
 
     Returns a `tp.TensorParallel`, or a `tp.TensorParallelPreTrainedModel` for a transformers model.
 
@@ -77,7 +77,7 @@ def tensor_parallel(
 
 
 def find_plan(module: nn.Module, world_size: int, example_inputs: Any = None) -> Plan:
-    """The plan from a trace with the given inputs, or those that a transformers model makes; without any, layer by layer."""
+    """The plan from a trace with the given inputs or a transformers model's own; without any, layer by layer."""
     from tensor_parallel.planner import layerwise_plan, make_plan
 
     if example_inputs is None:
@@ -112,7 +112,7 @@ def _refuse_later(
     """Raise NotImplementedError for what comes with later versions, by the keyword's name."""
     if config is not None and not isinstance(config, Plan):
         raise NotImplementedError(
-            f"tensor_parallel_config is a {type(config).__name__}: only a tp.Plan can be given yet, not hand-written rules"
+            f"tensor_parallel_config is a {type(config).__name__}: only a tp.Plan can be given yet, no rules"
         )
     if distributed is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotImplementedError(
@@ -144,7 +144,7 @@ def _output_device(devices: tuple[torch.device, ...], device: Any, index: int | 
         if isinstance(index, bool) or not isinstance(index, int) or not -len(devices) <= index < len(devices):
             raise DeviceError(f"output_device_index is {index!r}; there are {len(devices)} devices, from 0")
         if device is not None and as_device(device) != devices[index]:
-            raise DeviceError(f"output_device {device} is not device {index} of the list, {devices[index]}; give one of both")
+            raise DeviceError(f"output_device {device} is not device {index}, {devices[index]}; give one of both")
         return devices[index]
     if device is None:
         return devices[0]

@@ -13,7 +13,7 @@ from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
 
 
-class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):
+class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: ignore[misc]
     """A transformers model split over several devices; still an instance of its own class, with the same config.
 
     `generate` runs its one loop in the caller's thread; only forwards go to the ranks.

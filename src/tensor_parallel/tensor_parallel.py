@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class TensorParallel(SplitModule):
     `tp.tensor_parallel(module, device_ids)` makes one; it is the given module itself, which holds rank 0's part.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __new__(cls, *args: Any, **kwargs: Any) -> TensorParallel:
         """Raises: TypeError always; the function plans the split before it makes one."""
         raise TypeError(f"{cls.__name__} is made by tp.tensor_parallel(module, device_ids), not by calling the class")
 
@@ -71,7 +71,8 @@ def wrapper_for(module: nn.Module) -> type[TensorParallel]:
 def _find_wrapper() -> type[TensorParallel]:
     import importlib
 
-    found: type[TensorParallel] = importlib.import_module("tensor_parallel.pretrained_model").TensorParallelPreTrainedModel
+    room = importlib.import_module("tensor_parallel.pretrained_model")
+    found: type[TensorParallel] = room.TensorParallelPreTrainedModel
     return found
 
 

@@ -30,12 +30,21 @@ def llama_plan(model: nn.Module) -> Plan:
         groups = LocalSize("num_key_value_groups", dim(Part(heads // kv, g)))
         modules[a] = ModulePlan(attributes=(groups,))
         cuts |= {
-            f"{a}.q_proj.weight": {0: query}, f"{a}.k_proj.weight": {0: key}, f"{a}.v_proj.weight": {0: key},
-            f"{a}.o_proj.weight": {1: query}, f"{m}.gate_proj.weight": {0: hidden}, f"{m}.up_proj.weight": {0: hidden},
+            f"{a}.q_proj.weight": {0: query},
+            f"{a}.k_proj.weight": {0: key},
+            f"{a}.v_proj.weight": {0: key},
+            f"{a}.o_proj.weight": {1: query},
+            f"{m}.gate_proj.weight": {0: hidden},
+            f"{m}.up_proj.weight": {0: hidden},
             f"{m}.down_proj.weight": {1: hidden},
         }
-        for name, layout in ((f"{a}.q_proj", query), (f"{a}.k_proj", key), (f"{a}.v_proj", key),
-                             (f"{m}.gate_proj", hidden), (f"{m}.up_proj", hidden)):
+        for name, layout in (
+            (f"{a}.q_proj", query),
+            (f"{a}.k_proj", key),
+            (f"{a}.v_proj", key),
+            (f"{m}.gate_proj", hidden),
+            (f"{m}.up_proj", hidden),
+        ):
             modules[name] = ModulePlan(outputs=(Boundary("", shard(-1, layout), shard(-1, layout)),))
         for name, layout, of in ((f"{a}.o_proj", query, (k, g)), (f"{m}.down_proj", hidden, (f,))):
             modules[name] = ModulePlan(
@@ -46,4 +55,3 @@ def llama_plan(model: nn.Module) -> Plan:
             outputs=(Boundary("", shard(-1, hidden), shard(-1, hidden)),),
         )
     return Plan(factors, tensor_plans(model, cuts, set()), modules)
-

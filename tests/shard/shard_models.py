@@ -16,7 +16,9 @@ def dim(*parts: Part | int) -> DimLayout:
     return DimLayout((Segment(tuple(p if isinstance(p, Part) else Part(p) for p in parts)),))
 
 
-def tensor_plans(module: nn.Module, cuts: dict[str, dict[int, DimLayout]], rank0_only: set[str]) -> dict[str, TensorPlan]:
+def tensor_plans(
+    module: nn.Module, cuts: dict[str, dict[int, DimLayout]], rank0_only: set[str]
+) -> dict[str, TensorPlan]:
     """Plans of every tensor of `module`; `cuts` gives the layouts of the dims that are cut."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -89,9 +91,7 @@ def tied_plan(module: TiedLM) -> Plan:
         factors={"vocab": Factor("vocab", module.embed.num_embeddings)},
         tensors=tensor_plans(module, {"embed.weight": {0: rows}}, set()),
         modules={
-            "embed": ModulePlan(
-                lookups=(Lookup("input", "weight", rows),), outputs=(Boundary("", partial("vocab")),)
-            ),
+            "embed": ModulePlan(lookups=(Lookup("input", "weight", rows),), outputs=(Boundary("", partial("vocab")),)),
             "head": ModulePlan(outputs=(Boundary("", shard(-1, rows)),)),
         },
     )
@@ -132,7 +132,10 @@ def attention_plan(module: Attention) -> Plan:
         tensors=tensor_plans(
             module,
             {
-                "q.weight": {0: heads}, "q.bias": {0: heads}, "kv.weight": {0: packed}, "kv.bias": {0: packed},
+                "q.weight": {0: heads},
+                "q.bias": {0: heads},
+                "kv.weight": {0: packed},
+                "kv.bias": {0: packed},
                 "o.weight": {1: heads},
             },
             {"o.bias"},
@@ -161,6 +164,15 @@ def noisy(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 __all__ = [
-    "MLP", "RUNTIME", "Attention", "LocalSize", "TiedLM", "attention_plan", "dim", "mlp_plan", "noisy", "tensor_plans",
+    "MLP",
+    "RUNTIME",
+    "Attention",
+    "LocalSize",
+    "TiedLM",
+    "attention_plan",
+    "dim",
+    "mlp_plan",
+    "noisy",
+    "tensor_plans",
     "tied_plan",
 ]

@@ -31,7 +31,7 @@ class TinyTeam:
             try:
                 with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     results[rank] = work(rank)
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 errors.append(error)
                 self.groups[rank].abort(error)
 

@@ -1,6 +1,7 @@
 """Plan -> this rank's module: pieces, trees, borders, sizes, whole state dicts."""
 
-from tensor_parallel.shard.module import SplitModule, base_class, joined_copy
+from tensor_parallel.shard.joined import base_class, joined_copy
+from tensor_parallel.shard.module import SplitModule
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
 from tensor_parallel.shard.shards import Adapter, ModelShards, shards_of
 from tensor_parallel.shard.team import Team

@@ -1,8 +1,8 @@
 """A module's border on one rank: what is reduced, gathered or sliced where tensors enter and leave it.
 
-Compiled once from a ModulePlan, so that a call does no lookups by name. Two forms: *inside* turns each tensor from how it
-lies before the border into how it lies after; *outside*, for a call that does not come from a rank, takes and gives whole
-tensors.
+Compiled once from a ModulePlan, so that a call does no lookups by name. Two forms: *inside* turns each tensor from how
+it lies before the border into how it lies after; *outside*, for a call that does not come from a rank, takes and gives
+whole tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from tensor_parallel.comm.group import Group
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import RUNTIME, REPLICATE, Cuts, DimLayout, Placement, holds_nothing, runs, take
+from tensor_parallel.layout import REPLICATE, RUNTIME, Cuts, DimLayout, Placement, holds_nothing, runs, take
 from tensor_parallel.plan import Boundary, Lookup, ModulePlan
 from tensor_parallel.shard.values import Key, change_at, parse_path, tensor_at
 
@@ -180,7 +180,7 @@ class Borders:
         self.exits = exits
         self.lookups = lookups
         self.calls = 0
-        self.by_call = any(step.call is not None for step in [*entries, *exits])
+        self.by_call = any(e.call is not None for e in entries) or any(e.call is not None for e in exits)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any], Any]:
         """(arguments, keywords, what `leave` needs)."""
@@ -223,8 +223,7 @@ def compile_borders(
     """The border of `module` on one rank; None where nothing happens at it.
 
     Raises:
-        PlanError: the plan names an argument that the forward does not take, or a lookup in a module that is not a plain
-            embedding.
+        PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
     """
     entries, exits = [], []
     for boundary in plan.inputs:

@@ -53,8 +53,8 @@ def call_with_hooks(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> An
     users = list(_user_hooks(module))
     if slot.parts and users:
         raise NotImplementedError(
-            f"a hook on {slot.name} would see one rank's part ({slot.parts}); hook a module whose inputs and outputs are "
-            "whole, such as the layer around it"
+            f"a hook on {slot.name} would see one rank's part ({slot.parts}); hook a module whose inputs and "
+            "outputs are whole, such as the layer around it"
         )
     if module._backward_hooks or module._backward_pre_hooks:
         raise NotImplementedError(
@@ -67,7 +67,7 @@ def call_with_hooks(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> An
     pending = _Pending(slot, elsewhere, args)
     slot.pending = pending
     try:
-        result = nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[attr-defined]
+        result = nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
         slot.pending = None
     given = [*args, *kwargs.values()]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from tensor_parallel.errors import DeviceError
 from tensor_parallel.shard.hooks import call_with_hooks
-from tensor_parallel.shard.pieces import MARK
+from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import Slot
 from tensor_parallel.shard.state_dict import load_whole, save_whole
@@ -33,7 +32,7 @@ class SplitModule(nn.Module):
         slot = self._tp_slot
         rank = slot.rank_here()
         if rank is None:
-            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if rank != slot.rank:
             return slot.shards.module(rank, slot.name)(*args, **kwargs)
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
@@ -85,7 +84,7 @@ class SplitModule(nn.Module):
     # Devices and dtypes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         slot = self._tp_slot
         if slot.rank == 0:
             mine = {id(p) for p in self._parameters.values()}
@@ -94,7 +93,7 @@ class SplitModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Casts the dtype. A device must be one of the model's own, to which nothing is moved: each part stays on its own.
+        """Casts the dtype. A device must be one of the model's own; nothing is moved to it: each part stays on its own.
 
         Raises:
             DeviceError: another device.
@@ -105,7 +104,7 @@ class SplitModule(nn.Module):
         if dtype is not None:
             super().to(dtype=dtype, non_blocking=non_blocking)
         if memory_format is not None:
-            super().to(memory_format=memory_format)
+            super().to(memory_format=memory_format)  # type: ignore[call-overload]
         return self
 
     def cuda(self, device: int | torch.device | str | None = None) -> Self:
@@ -134,51 +133,7 @@ class SplitModule(nn.Module):
         return joined_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _same, (joined_copy(self, {}),)
-
-
-def _same(module: nn.Module) -> nn.Module:
-    return module
-
-
-def base_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module of a split model had before."""
-    found: type[nn.Module] = type(module).__dict__.get("_tp_base", type(module))
-    return found
-
-
-def joined_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """An ordinary, unsplit deep copy of a module of a split model (whole parameters, original classes)."""
-    if id(module) in memo:
-        found: nn.Module = memo[id(module)]
-        return found
-    shards = module._tp_slot.shards
-    base = base_class(module)
-    fresh = base.__new__(base)
-    memo[id(module)] = fresh
-    for name, parameter in module._parameters.items():
-        key = shards.key_of.get(id(parameter))
-        if key is not None and MARK not in name and id(parameter) not in memo:
-            whole = nn.Parameter(shards.tensors[key].whole().clone(), requires_grad=parameter.requires_grad)
-            gradient = shards.whole_gradient(key)
-            whole.grad = None if gradient is None else gradient.clone()
-            memo[id(parameter)] = whole
-    for name, value in module.__dict__.items():
-        if name.startswith("_tp_"):
-            continue
-        if name == "_parameters":
-            value = {n: p for n, p in value.items() if MARK not in n}
-        elif name == "_buffers":
-            value = dict(_whole_buffers(module))
-        fresh.__dict__[name] = copy.deepcopy(value, memo)
-    return fresh
-
-
-def _whole_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    shards = module._tp_slot.shards
-    for name, buffer in module._buffers.items():
-        key = shards.key_of.get(id(buffer))
-        yield name, buffer if key is None or buffer is None else shards.tensors[key].whole()
+        return itself, (joined_copy(self, {}),)
 
 
 def _apply_to_own(peer: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], shared: set[int]) -> None:
@@ -202,7 +157,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def split_class(
-    base: type[nn.Module], mixins: tuple[type, ...] = (SplitModule,), methods: Mapping[str, Callable[..., Any]] | None = None
+    base: type[nn.Module], mixins: tuple[type, ...], methods: Mapping[str, Callable[..., Any]]
 ) -> type[nn.Module]:
     """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`.
 
@@ -223,7 +178,7 @@ def split_class(
         return base(*args, **kwargs)
 
     namespace = {
-        **(methods or {}),
+        **methods,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -231,4 +186,6 @@ def split_class(
         "forward": forward,
         "_tp_base": base,
     }
-    return type(base)(base.__name__, (*mixins, base), namespace)
+    meta: Any = type(base)
+    made: type[nn.Module] = meta(base.__name__, (*mixins, base), namespace)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
     """
     if slot.rank:
         raise NotImplementedError(
-            f"{slot.name or 'the model'} on rank {slot.rank} was called outside its rank: activation checkpointing inside "
-            "a split model is not there yet; checkpoint around the whole model, or switch it off"
+            f"{slot.name or 'the model'} on rank {slot.rank} was called outside its rank: activation checkpointing "
+            "inside a split model is not there yet; checkpoint around the whole model, or switch it off"
         )
     shards = slot.shards
     name = slot.name
@@ -29,10 +30,10 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
     copies = shards.prepare()
 
     def work(rank: int) -> Any:
-        own = module if rank == 0 else shards.peers[rank][name]
+        own = shards.module(rank, name)
         own_args, own_kwargs = inputs[rank]
         with shards.bound(rank, copies):
-            return enter(own, own._tp_slot, own_args, own_kwargs)
+            return enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
 
     try:
         outputs = shards.team.run(work)
@@ -54,7 +55,7 @@ def enter(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str
 
 def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     """`value` for each rank: tensors on the rank's device and its own (a forward may write into them), one tensor that
-    is given twice staying one; what requires gradients is copied by one joint node, so the caller's tensor gets all of it."""
+    is given twice staying one. What requires gradients is copied by one joint node, so the caller gets them all."""
     own: dict[int, list[Any]] = {}
     differentiable: dict[int, torch.Tensor] = {}
     for _, leaf in leaves(value):
@@ -77,10 +78,10 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
         copies = copy_to_ranks(first, [ranks] * len(first), shards.devices)
         for marker, tensor, made in zip(differentiable, first, copies, strict=True):
             own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
-    return [map_leaves(value, lambda leaf, r=rank: _own(own, leaf, r)) for rank in range(shards.world_size)]
+    return [map_leaves(value, functools.partial(_own, own, rank)) for rank in range(shards.world_size)]
 
 
-def _own(table: dict[int, list[Any]], leaf: Any, rank: int) -> Any:
+def _own(table: dict[int, list[Any]], rank: int, leaf: Any) -> Any:
     found = table.get(id(leaf))
     return leaf if found is None else found[rank]
 

@@ -63,11 +63,11 @@ class BufferWatch:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ModelShards:
-    """Everything about one split model. The visible modules hold it; it holds them weakly, so that `del model` frees all.
+    """Everything about one split model. Its visible modules hold it and it holds them weakly, so `del model` frees all.
 
     tensors: by key (the tensor's first name in the unsplit model).
-    visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.  peers: by rank, modules by name ({} for 0).
-    leaf_of: key by id of rank 0's part, for looking a parameter up.
+    visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.
+    peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
     """
 
     resolved: ResolvedPlan
@@ -132,7 +132,7 @@ class ModelShards:
             self.joined = None
 
     def prepare(self) -> list[dict[int, torch.Tensor] | None]:
-        """What a run needs: parts frozen as their plain-named part is, buffers handed on, copies of the shared leaves."""
+        """What a run needs: parts frozen as the plain-named one is, buffers handed on, copies of the shared leaves."""
         self._check_held()
         grad = torch.is_grad_enabled()
         if grad:
@@ -155,7 +155,7 @@ class ModelShards:
 
     def _check_held(self) -> None:
         if self.changed:
-            raise NotImplementedError(f"{self.changed} was replaced after the split; do that before splitting the model")
+            raise NotImplementedError(f"{self.changed} was replaced after the split; replace it before splitting")
         for holder, name, leaf, full in self.held:
             if holder.get(name) is not leaf:
                 raise NotImplementedError(

@@ -54,7 +54,7 @@ def localise_sizes(
 
 
 class _PaddingIndex:
-    """`padding_idx`: the whole vocabulary's for everybody, the local row (None where it is another rank's) in a rank."""
+    """`padding_idx`: the whole vocabulary's for everybody, in a rank the local row (None: another rank's)."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:

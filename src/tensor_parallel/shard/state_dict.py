@@ -44,8 +44,8 @@ def save_whole(module: nn.Module, slot: Slot, own: dict[str, Any], prefix: str, 
 
 @contextmanager
 def load_whole(module: nn.Module, slot: Slot, assign: bool) -> Iterator[None]:
-    """Within it the module holds whole tensors to load into, and no other rank's parts; after it, what was loaded is cut
-    and handed to all ranks, into the same leaves as before."""
+    """Within it the module holds whole tensors to load into, and no other rank's parts; after it, what was loaded is
+    cut and handed to all ranks, into the same leaves as before."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     cut_tensors = _cut_tensors(module, slot)
     empty: dict[str, torch.Tensor] = {}
@@ -62,10 +62,12 @@ def load_whole(module: nn.Module, slot: Slot, assign: bool) -> Iterator[None]:
         loaded = {**module._buffers, **module._parameters}
     finally:
         _replace(module._parameters, parameters)
-        kept = {n: buffers[n] if n in cut_tensors else module._buffers.get(n, b) for n, b in buffers.items()}
+        kept = {n: b if n in cut_tensors else module._buffers.get(n, b) for n, b in buffers.items()}
         _replace(module._buffers, kept)
     for name, split in cut_tensors.items():
         tensor = loaded[name]
+        if tensor is None:
+            continue
         if tensor is not empty[name]:
             split.assign(tensor)
         elif tensor._version != versions[name]:

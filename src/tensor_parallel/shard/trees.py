@@ -16,7 +16,8 @@ from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.borders import RankView, compile_borders, shows_parts
 from tensor_parallel.shard.hooks import is_recorder
-from tensor_parallel.shard.module import SplitModule, base_class, split_class
+from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.module import SplitModule, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
 from tensor_parallel.shard.shards import (
     Binding,
@@ -42,14 +43,7 @@ def check_splittable(module: nn.Module, resolved: ResolvedPlan) -> dict[int, Ten
     """
     modules = dict(module.named_modules())
     for name, child in modules.items():
-        if slot_of(child) is not None:
-            raise AlreadySplitError(f"{name or type(child).__name__} is split already; split the whole model once")
-        if isinstance(child, torch.jit.ScriptModule):
-            raise NotImplementedError(f"{name or 'the model'} is a ScriptModule; split the Python module instead")
-        if "forward" in child.__dict__:
-            raise NotImplementedError(
-                f"{name or 'the model'} has its forward patched on the instance (accelerate's hooks do so); split it first"
-            )
+        _check_kind(name or "the model", child)
     for name in resolved.plan.modules:
         if name not in modules:
             raise PlanError(f"the plan names module {name!r}, which the model does not have; make a plan of this model")
@@ -69,9 +63,20 @@ def check_splittable(module: nn.Module, resolved: ResolvedPlan) -> dict[int, Ten
             raise PlanError(f"the plan says nothing of {name}; make a plan of this model")
         if MARK in name:
             raise PlanError(f"{name}: names with {MARK} are kept for the parts of split parameters")
-        if parameter.is_meta or isinstance(parameter, nn.parameter.UninitializedParameter):
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
             raise NotImplementedError(f"{name} has no values yet (meta or lazy); load the model before splitting it")
     return plans
+
+
+def _check_kind(name: str, module: nn.Module) -> None:
+    if slot_of(module) is not None:
+        raise AlreadySplitError(f"{name} ({type(module).__name__}) is split already; split the whole model once")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotImplementedError(f"{name} is a ScriptModule; split the Python module instead")
+    if "forward" in module.__dict__:
+        raise NotImplementedError(
+            f"{name} has its forward patched on the instance, as accelerate's hooks do; split it first"
+        )
 
 
 def _find(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -116,8 +121,8 @@ def split_module(
         team.close()
         traceback.clear_frames(error.__traceback__)
         raise SplitError(
-            f"splitting {type(module).__name__} failed: {error}; the module is used up (its parameters are empty now) and "
-            "the devices are free again: build or load the model anew"
+            f"splitting {type(module).__name__} failed: {error}; the module is used up (its parameters are empty now) "
+            "and the devices are free again: build or load the model anew"
         ) from error
     return shards
 
@@ -142,7 +147,9 @@ def _hidden_tree(
 
 def _drop_hooks(module: nn.Module) -> None:
     """User hooks run once, on rank 0; what torch's old weight_norm and spectral_norm hook in belongs to the module."""
-    for holder in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+    forward = module._forward_hooks, module._forward_pre_hooks
+    holders: Any = (*forward, module._backward_hooks, module._backward_pre_hooks)
+    for holder in holders:
         for key, hook in list(holder.items()):
             if not is_recorder(hook) and not type(hook).__module__.startswith("torch.nn.utils."):
                 del holder[key]
@@ -260,7 +267,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
-                shards.held.append((child._parameters, name, parameter, full))  # type: ignore[arg-type]
+                shards.held.append((child._parameters, name, parameter, full))
         _register_parts(child, shards)
 
 

@@ -22,8 +22,8 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to every leaf of its dicts, lists, tuples and dataclasses; containers in which nothing
-    changes are kept as they are."""
+    """`value` with `change` applied to every leaf of its dicts, lists, tuples and dataclasses; containers in which
+    nothing changes are kept as they are."""
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, (str, int, float)):
         return change(value)
     if isinstance(value, dict):
@@ -124,9 +124,9 @@ def change_at(value: Any, path: Sequence[Key], change: Callable[[torch.Tensor], 
 
 def tensor_at(value: Any, path: Sequence[Key]) -> torch.Tensor | None:
     """The tensor at `path`, None where there is none in this call."""
-    for key in path:
-        if value is None or not _has(value, key):
+    for step in path:
+        if value is None or not _has(value, step):
             return None
-        key = _resolve(value, key)
+        key = _resolve(value, step)
         value = value[key] if isinstance(value, (dict, list, tuple)) else getattr(value, key)
     return value if isinstance(value, torch.Tensor) else None

@@ -1,7 +1,7 @@
 """Key-value caches of transformers: every rank keeps its own heads', the caller holds one object.
 
-The caller's object is adopted in place and is rank 0's. The other ranks' hang on it as peers; its class becomes a subclass
-made on the fly that hands on what changes a cache from outside (`crop`, `reorder_cache`, ...) to all of them.
+The caller's object is adopted in place and is rank 0's. The other ranks' hang on it as peers; its class becomes a
+subclass made on the fly that hands on what changes a cache from outside (`crop`, `reorder_cache`, ...) to all of them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _layers(cache: Any) -> list[Any]:
 
 
 def _forget_early_sizes(cache: Any) -> None:
-    """Layers that were given room before their first use were given it for whole heads: let them find their own sizes."""
+    """Layers that were given room for whole heads before their first use: let them find their own sizes."""
     for layer in _layers(cache):
         if not getattr(layer, "is_initialized", False):
             continue
