@@ -173,12 +173,10 @@ def calls(draw, depth=2):
 FORMS = ["({})", "[({}) for _ in range(1)]", "(lambda: ({}))()", "('é', ({}))", "inner(lambda: ({}))"]
 
 
-def paths(args, kwargs, front=True):
+def paths(args, kwargs):
     """Every (path, value) of the integers of a call."""
     found = []
-    values = [*args, *kwargs]
-    for i, value in enumerate(values):
-        i = i if front else i - len(values)
+    for i, value in enumerate([*args, *kwargs]):
         if type(value) is int:
             found.append(((i,), value))
         elif isinstance(value, (tuple, list)):
@@ -217,18 +215,25 @@ def test_exactly_the_wanted_argument_of_exactly_the_wanted_call_changes(data):
     target.forward(log)
     index = data.draw(st.integers(0, len(log.calls) - 1))
     method, position, args, kwargs = log.calls[index]
-    integers = paths(args, kwargs, front=False)
+    integers = paths(args, kwargs)
     if not integers:
         return
     path, value = data.draw(st.sampled_from(integers))
     wanted = CallSite(method, position, path, value)
     reason = can_rewrite(module.A.forward, wanted)
     if reason:
-        assert "not to be told" in reason  # before one star of several
-        return
+        assert "not to be told" in reason
+        path = (path[0] - len(args) - len(kwargs), *path[1:])
+        wanted = CallSite(method, position, path, value)
+        if can_rewrite(module.A.forward, wanted):
+            return  # before one star of several, or behind one in a tuple
     target._tp_call_sizes = {site_key(wanted): local_value(CallSite(method, position, path, -99), {}, 0)}
     before, log.calls = log.calls, []
-    with_local_sizes(module.A.forward, [wanted])(target, log)
+    try:
+        with_local_sizes(module.A.forward, [wanted])(target, log)
+    except PlanError:
+        assert body.count("*t") > 1  # before the last of several stars
+        return
     assert [c[:2] for c in log.calls] == [c[:2] for c in before]
     for i, (old, new) in enumerate(zip(before, log.calls, strict=True)):
         expected = plain([*old[2], *old[3]])
@@ -315,7 +320,7 @@ class Decorated(nn.Module):
     @torch.no_grad()
     @marked
     def forward(self, x):
-        return x.reshape(
+        return x.mul(1).reshape(
             -1,
             x.shape[-1],
         )
@@ -359,6 +364,18 @@ def test_super_closures_defaults_and_private_names_stay():
     assert other(torch.ones(2, 18)).equal(torch.full((2, 18), 26.0))
 
 
+class Named(Base):
+    def forward(self, x):
+        return super().forward(x).reshape(-1, x.shape[-1])
+
+
+def test_a_method_may_name_its_own_global_class():
+    reshape = next(c for c in traced(Named(), torch.ones(2, 24)) if c[0] == "reshape")
+    module = rewritten(Named(), site(reshape, (1,)))
+    module._tp_call_sizes[site_key(site(reshape, (1,)))] = lambda _: 8
+    assert module(torch.ones(2, 24)).equal(torch.full((6, 8), 2.0))
+
+
 def test_decorators_are_put_around_the_new_function():
     x = torch.ones(2, 24)
     reshape = next(c for c in traced(Decorated(), x) if c[0] == "reshape")
@@ -373,7 +390,7 @@ def test_decorators_are_put_around_the_new_function():
     assert type(module).forward.mark == "x"
     assert Decorated.forward.__wrapped__ is before
     assert Decorated()(x).shape == (2, 24)
-    assert method_of(reshape[4], Decorated) is None or reshape[4].f_code.co_name == "forward"
+    assert method_of(reshape[4], Decorated) == "forward"
 
 
 def test_functions_that_cannot_be_rewritten_say_why(tmp_path):
@@ -384,7 +401,7 @@ def test_functions_that_cannot_be_rewritten_say_why(tmp_path):
         "generator": can_rewrite(Decorated.generator, at),
         "instance": can_rewrite(Decorated.rebinds, CallSite("rebinds", (1, 15, 1, 32), (1,), 24)),
         "no call": can_rewrite(Decorated.other, at),
-        "plain Python function": can_rewrite(nn.functional.relu_, at) if False else can_rewrite(len, at),
+        "plain Python function": can_rewrite(len, at),
     }
     for word, reason in reasons.items():
         assert word in reason

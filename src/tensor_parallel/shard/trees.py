@@ -108,22 +108,30 @@ def split_module(
     """
     plans = check_splittable(module, resolved)
     hidden = [_hidden_tree(module, plans, resolved, rank, devices[rank]) for rank in range(1, len(devices))]
-    team = make_team()
     device = devices[0] if output_device is None else output_device
-    shards = ModelShards(resolved, tuple(devices), team, device, hidden=hidden)
+    shards = ModelShards(resolved, tuple(devices), make_team(), device, hidden=hidden)
     shards.peers = [{}, *(dict(tree.named_modules()) for tree in hidden)]
+    team = shards.team
     try:
-        _cut_all(module, plans, shards)
-        _install(module, shards, mixins)
+        return _apply_plan(module, plans, shards, mixins)
     except Exception as error:
+        del hidden, shards
         for parameter in module.parameters():
             parameter.data, parameter.grad = torch.empty(0), None
         team.close()
+        # The error's frames hold the pieces that were cut; whoever keeps the error must not keep those.
         traceback.clear_frames(error.__traceback__)
         raise SplitError(
             f"splitting {type(module).__name__} failed: {error}; the module is used up (its parameters are empty now) "
             "and the devices are free again: build or load the model anew"
         ) from error
+
+
+def _apply_plan(
+    module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards, mixins: tuple[type, ...]
+) -> ModelShards:
+    _cut_all(module, plans, shards)
+    _install(module, shards, mixins)
     return shards
 
 
