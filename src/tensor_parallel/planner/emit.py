@@ -21,8 +21,7 @@ _ATTENTION = ("scaled_dot_product", "softmax")
 class _Names:
     """Factor names: the module that its parameters share, and what one unit is."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self) -> None:
         self.used: set[str] = set()
         self.cut: Cut = {}
         self.factors: dict[str, Factor] = {}
@@ -56,15 +55,16 @@ class _Names:
         island = candidate.island
         if island.lookups:
             return "row"
-        ops = {c for v in island.states for c in self.graph.consumers.get(v, ())}
-        if any(word in self.graph.trace.ops[op].name for op in ops for word in _ATTENTION):
+        graph = candidate.graph
+        ops = {c for v in island.states for c in graph.consumers.get(v, ())}
+        if any(word in graph.trace.ops[op].name for op in ops for word in _ATTENTION):
             return "head"
-        if any(len(self.graph.trace.parameters[key].shape) > 2 for key in island.parameters):
+        if any(len(graph.trace.parameters[key].shape) > 2 for key in island.parameters):
             return "channel"
         return "unit"
 
     def _unit(self, candidate: Candidate, noun: str) -> str:
-        value = self.graph.trace.parameters[candidate.island.parameters[0]]
+        value = candidate.graph.trace.parameters[candidate.island.parameters[0]]
         for dim in value.dims:
             for segment in normal_form(dim, {candidate.leaf: "cut"}).segments:
                 if segment.factors:
@@ -77,15 +77,17 @@ class _Names:
 class _Emitter:
     def __init__(self, graph: Graph, choice: Choice, sizes: Sequence[Sizes], names: Names) -> None:
         self.graph, self.choice, self.sizes, self.names = graph, choice, sizes, names
-        self.factor_names = _Names(graph)
+        self.factor_names = _Names()
         for candidate in choice.chosen:
             self.factor_names.add(candidate)
         self.cut = self.factor_names.cut
         self.by_value: dict[int, Candidate] = {}
         self.places: dict[tuple[str, str, str], tuple[Candidate, str]] = {}
+        self.parameters = dict(graph.trace.parameters)
         for candidate in choice.chosen:
             self.by_value.update(dict.fromkeys(candidate.island.touched(), candidate))
             self.places.update({place: (candidate, kind) for place, kind in candidate.island.places.items()})
+            self.parameters.update((key, candidate.graph.trace.parameters[key]) for key in candidate.island.parameters)
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class _Emitter:
         biases = {key for candidate in self.choice.chosen for key in candidate.island.biases}
         found = {}
         for key, (_, names, is_buffer) in self.names.items():
-            value = self.graph.trace.parameters[key]
+            value = self.parameters[key]
             nbytes = prod(value.shape) * value.dtype.itemsize
             dims = [normal_form(dim, self.cut) for dim in value.dims]
             layout = TensorLayout(tuple(dims) if len(dims) == len(value.shape) else _whole(value))
@@ -123,13 +125,14 @@ class _Emitter:
     def _placement(self, value: Value, state: State | None, candidate: Candidate) -> Placement:
         if state is None:
             return REPLICATE
+        value = candidate.graph.values.get(value.index, value)
         own = {candidate.leaf} | ({candidate.partner} if candidate.partner is not None else set())
         cut = {node: name for node, name in self.cut.items() if node in own}
         if state == "partial":
             return Placement("partial", (), tuple(cut.values()))
         rank = len(value.shape)
         dims = [
-            (i - rank, normal_form(dim, cut, self.graph.by_leaf))
+            (i - rank, normal_form(dim, cut, candidate.graph.by_leaf))
             for i, dim in enumerate(value.dims)
             if any(node in cut for node in leaves(dim))
         ]
@@ -144,6 +147,9 @@ class _Emitter:
             return (REPLICATE, lies) if kind == "slice" else (lies, REPLICATE)
         owner = self.by_value.get(value.index)
         if owner is None:
+            return None
+        if owner.graph is not self.graph:
+            # A module planned by itself: only its own borders speak of its own numbering.
             return None
         state = owner.island.state_at(value.index, call.first_op if side == "in" else call.last_op)
         if state is None:
@@ -200,7 +206,7 @@ class _Emitter:
         found: dict[str, list[Lookup]] = {}
         for candidate in self.choice.chosen:
             for op in candidate.island.lookups:
-                call = self.graph.trace.module_calls[op.module_call]
+                call = candidate.graph.trace.module_calls[op.module_call]
                 weight, ids = op.inputs()[:2]
                 path = next(path for path, value in call.inputs.items() if value is ids)
                 lookup = Lookup(path, "weight", normal_form(weight.dims[0], self.cut))

@@ -35,7 +35,7 @@ class _Needs(Exception):
         self.action, self.value, self.op, self.why = action, value, op, why
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """A typed trace with the indices that simulation needs."""
 
@@ -48,10 +48,12 @@ class Graph:
     calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
     by_leaf: dict[Dim, list[Value]] = field(default_factory=dict)
     live: list[bool] = field(default_factory=list)
+    values: dict[int, Value] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, effects: list[Effect], modules: dict[str, nn.Module]) -> Graph:
         graph = cls(trace, effects, modules)
+        graph.values = {value.index: value for op in trace.ops for value in (*op.inputs(), *op.outputs)}
         for op in trace.ops:
             for value in op.inputs():
                 graph.consumers.setdefault(value.index, []).append(op.index)

@@ -6,12 +6,12 @@ one would rather hold. Ties are broken by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 from tensor_parallel.planner.index_types import Dim, find, leaves
-from tensor_parallel.planner.island import Fails, Graph, Island, Simulation, has
+from tensor_parallel.planner.island import Fails, Graph, Island, Simulation
 from tensor_parallel.planner.records import Value
 
 
@@ -35,6 +35,7 @@ class Candidate:
     island: Island
     saved: float
     cost: float
+    graph: Graph
     partner: Dim | None = None
 
     @property
@@ -48,6 +49,7 @@ class Choice:
 
     chosen: list[Candidate] = field(default_factory=list)
     reasons: dict[Dim, str] = field(default_factory=dict)
+    taken: Taken = field(default_factory=lambda: Taken())
 
 
 def _bytes(value: Value) -> int:
@@ -108,12 +110,12 @@ def choose(
     world_size: int,
     exchange: Exchange,
     holds: Callable[[Candidate], str],
-) -> Choice:
-    """The set of candidates with the largest gain that do not clash, taken greedily.
+    choice: Choice,
+) -> None:
+    """Add to the choice the candidates with the largest gain that do not clash, taken greedily.
 
     holds: a last check of a candidate (its integers): "" or why it does not hold.
     """
-    choice = Choice()
     found: list[Candidate] = []
     for node in candidates(graph):
         try:
@@ -121,27 +123,23 @@ def choose(
         except Fails as error:
             choice.reasons[node] = str(error)
             continue
-        candidate = Candidate(leaf_name(graph, node), node, island, saved, cost)
+        candidate = Candidate(leaf_name(graph, node), node, island, saved, cost, graph)
         if candidate.gain <= 0:
             choice.reasons[node] = f"saves {saved:.0f} bytes and costs {cost:.0f} in collectives"
         else:
             found.append(candidate)
     found.sort(key=lambda c: (-c.gain, c.name))
-    taken = _Taken()
     for candidate in found:
-        clash = taken.clash(candidate)
-        if not clash:
-            clash = holds(candidate)
-        if clash:
-            choice.reasons[candidate.leaf] = clash
+        reason = choice.taken.clash(candidate) or holds(candidate)
+        if reason:
+            choice.reasons[candidate.leaf] = reason
             continue
-        _add_partner(graph, candidate, world_size, exchange, holds, taken)
-        taken.add(candidate)
+        _add_partner(candidate, holds, choice.taken)
+        choice.taken.add(candidate)
         choice.chosen.append(candidate)
-    return choice
 
 
-class _Taken:
+class Taken:
     """What the chosen candidates use: no two of them may cut one parameter or touch one tensor."""
 
     def __init__(self) -> None:
@@ -158,13 +156,19 @@ class _Taken:
         for key in island.biases:
             if other := self.parameters.get(key):
                 return f"{key}, added to a partial sum, is cut by {other} already"
-        for index in island.touched():
+        # A module planned by itself takes what enters it for whole.
+        entering = {v.index for call in candidate.graph.trace.roots() for v in call.inputs.values()}
+        for index in island.touched() | entering:
             if other := self.values.get(index):
                 return f"shares a tensor with {other}, which cuts or sums it differently"
         for place in island.places:
             if other := self.places.get(place):
                 return f"shares the border {place} with {other}"
         return ""
+
+    def uses(self, keys: Iterable[str]) -> bool:
+        """Whether any of these parameters is spoken for."""
+        return any(key in self.parameters or key in self.biases for key in keys)
 
     def add(self, candidate: Candidate) -> None:
         island = candidate.island
@@ -185,15 +189,9 @@ def _partner(graph: Graph, node: Dim) -> Dim | None:
     return None
 
 
-def _add_partner(
-    graph: Graph,
-    candidate: Candidate,
-    world_size: int,
-    exchange: Exchange,
-    holds: Callable[[Candidate], str],
-    taken: _Taken,
-) -> None:
+def _add_partner(candidate: Candidate, holds: Callable[[Candidate], str], taken: Taken) -> None:
     """Query groups take the ranks that KV heads are too few for, if both together hold at the same borders."""
+    graph = candidate.graph
     node = _partner(graph, candidate.leaf)
     if node is None:
         return
@@ -202,17 +200,13 @@ def _add_partner(
         alone = Simulation(graph, (node,)).run()
     except Fails:
         return
-    pair = Candidate(candidate.name, candidate.leaf, both, candidate.saved, candidate.cost, node)
+    pair = Candidate(candidate.name, candidate.leaf, both, candidate.saved, candidate.cost, graph, node)
     same = set(both.parameters) == set(candidate.island.parameters) and both.places == candidate.island.places
-    if same and has_all(graph, alone, both) and not taken.clash(pair) and not holds(pair):
+    if same and counted_once(alone, both) and not taken.clash(pair) and not holds(pair):
         candidate.partner, candidate.island = node, both
 
 
-def has_all(graph: Graph, alone: Island, both: Island) -> bool:
+def counted_once(alone: Island, both: Island) -> bool:
     """Whether each partial sum of the pair is one over the partner's units too, so that no unit is counted twice."""
     partial = {index for index, state in both.states.items() if state == "partial"}
     return all(alone.states.get(index) == "partial" for index in partial)
-
-
-def holds_leaf(value: Value, node: Dim) -> bool:
-    return has(value, frozenset((node,)))
