@@ -20,13 +20,12 @@ from tensor_parallel.errors import (
     TraceError,
     VerificationError,
 )
-from tensor_parallel.factory import tensor_parallel
+from tensor_parallel.factory import make_plan, tensor_parallel
 from tensor_parallel.plan import Plan
 from tensor_parallel.state import full_gradients, full_state_dict
 from tensor_parallel.verify import report, verify
 
 if TYPE_CHECKING:
-    from tensor_parallel.planner import make_plan
     from tensor_parallel.pretrained_model import TensorParallelPreTrainedModel
 
 __all__ = [
@@ -56,7 +55,6 @@ __version__ = "3.0.0.dev0"
 
 _ON_FIRST_USE = {
     "TensorParallelPreTrainedModel": "tensor_parallel.pretrained_model",
-    "make_plan": "tensor_parallel.planner",
 }
 
 

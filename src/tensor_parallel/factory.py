@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensor_parallel import planner
 from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError
 from tensor_parallel.plan import Plan, resolve
 from tensor_parallel.plan.check import check_plan
+from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
 from tensor_parallel.tensor_parallel import Device, as_device, check_device_ids, split, wrapper_for
@@ -68,7 +70,7 @@ def tensor_parallel(
     _check_module(module)
     plan = tensor_parallel_config
     if plan is None:
-        plan = find_plan(module, len(devices), kwargs.get("example_inputs"))
+        plan = make_plan(module, len(devices), kwargs.get("example_inputs"))
     else:
         check_plan(plan, module)
     resolved = resolve(plan, len(devices))
@@ -76,26 +78,52 @@ def tensor_parallel(
     return split(module, resolved, devices, output_device, wrapper_for(module))
 
 
-def find_plan(module: nn.Module, world_size: int, example_inputs: Any = None) -> Plan:
-    """The plan from a trace with the given inputs or a transformers model's own; without any, layer by layer."""
-    from tensor_parallel.planner import layerwise_plan, make_plan
+def make_plan(
+    module: nn.Module,
+    world_size: int,
+    example_inputs: Any = None,
+    ratios: Sequence[float] | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> Plan:
+    """How `tensor_parallel` would split `module`; the module is not changed.
 
-    if example_inputs is None:
-        example_inputs = own_example_inputs(module)
-    if example_inputs is None:
-        return layerwise_plan(module, world_size)
-    return make_plan(module, world_size, example_inputs=example_inputs)
+    world_size: steers what is worth cutting; the plan serves any number of devices.
+    example_inputs: as for `tensor_parallel`.
+    rules: what operators do to dims that are cut; `DEFAULT_RULES.with_rule(name, rule)` adds one.
+
+    Raises:
+        PlanError, TraceError: no plan can be made, or the forward refuses the inputs.
+    """
+    if ratios is not None:
+        raise NotImplementedError("`ratios` is not there yet; leave it out")
+    _check_module(module)
+    inputs = own_example_inputs(module) if example_inputs is None else as_inputs(example_inputs)
+    if inputs is None:
+        return planner.layerwise_plan(module, world_size)
+    return planner.make_plan(module, world_size, inputs, rules=rules)
 
 
-def own_example_inputs(module: nn.Module) -> list[dict[str, Any]] | None:
+def as_inputs(example_inputs: Any) -> list[Inputs]:
+    """example_inputs as a list of dicts and tuples.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = list(example_inputs) if isinstance(example_inputs, list) else [example_inputs]
+    if not found or not all(isinstance(item, (Mapping, tuple)) for item in found):
+        kinds = ", ".join(type(item).__name__ for item in found) or "nothing"
+        raise TypeError(f"example_inputs holds {kinds}; give a dict or a tuple of what the forward takes, or a list of them")
+    return found
+
+
+def own_example_inputs(module: nn.Module) -> list[Inputs] | None:
     """What a transformers model is traced with; None for other modules, or where it makes none."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return None
     from tensor_parallel.transformers_support.example_inputs import example_inputs
 
-    found: list[dict[str, Any]] = example_inputs(module)
-    return found
+    return list(example_inputs(module))
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
