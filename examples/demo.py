@@ -31,7 +31,7 @@ from tensor_parallel.transformers_support.gguf import load_gguf
 
 QUESTION = "What is the capital of France, and what is it known for?"
 PROOF_TOKENS = 64
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass(frozen=True)
