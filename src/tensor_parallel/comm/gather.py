@@ -170,7 +170,7 @@ def plan_gather(
     """Work out who gives what from the shapes of the ranks' tensors.
 
     Raises:
-        CollectiveError: a rank's shape is not the one of its part.
+        CollectiveError: a rank's shape is not the one of its part, or the parts do not make up the whole.
     """
     if placement.kind != "shard":
         raise CollectiveError(f"all_gather needs a placement of kind 'shard', not {placement.kind!r}")
@@ -189,6 +189,12 @@ def plan_gather(
         for rank in owners.values():
             stretches = [by_rank[rank][d][i][1] for d, i in enumerate(choice)]
             pieces.append(Piece(rank, tuple((dim, found) for (dim, _), found in zip(dims, stretches, strict=True))))
+    covered = sum(prod(sum(run[2] for run in found) for _, found in piece.dims) for piece in pieces)
+    wanted = prod(shape[dim] for dim, _ in dims)
+    if covered != wanted:
+        raise CollectiveError(
+            f"all_gather: the ranks hold {covered} of {wanted} blocks of the whole {shape}: {placement}"
+        )
     locals_ = _local_shapes(shape, dims, cuts, shapes, {piece.rank for piece in pieces})
     return GatherPlan(shape, locals_, tuple(pieces), devices, _joined(pieces, shape, locals_))
 

@@ -2,8 +2,8 @@
 
 Each node's backward is its true adjoint, written with these same functions, so that it can be differentiated again:
 a sum's adjoint is a sum with sources and targets exchanged, a gather's is a scatter and the other way round, a copy's
-is a sum in rank order. No node returns one of its inputs, and no two of its results share storage. Tensors are listed by
-rank; None stands for a tensor that does not take part or a gradient that did not arrive.
+is a sum in rank order. No node returns one of its inputs, and no two of its results share storage. Tensors are listed
+by rank; None stands for a tensor that does not take part or a gradient that did not arrive.
 """
 
 from __future__ import annotations

@@ -173,8 +173,6 @@ def thread_groups(devices: Sequence[torch.device], deadline: float = 600.0) -> l
     deadline: seconds that a rank waits for the others in one collective.
     """
     if not devices or deadline <= 0:
-        raise ValueError(
-            f"a group needs at least one device and a deadline above 0, not {list(devices)} and {deadline}"
-        )
+        raise ValueError(f"a group needs a device and a deadline above 0, not {list(devices)} and {deadline}")
     meeting = _Meeting(devices, deadline)
     return [ThreadGroup(meeting, rank) for rank in range(len(devices))]

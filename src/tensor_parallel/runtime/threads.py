@@ -19,6 +19,9 @@ from tensor_parallel.runtime.caller_state import CallerState, forget_casts
 
 T = TypeVar("T")
 
+_SLICE = 0.5
+"""Seconds after which a waiting caller looks up for signals."""
+
 _FARTHEST_ORDER = 1_000_000
 """How far two threads' counts of autograd nodes may lie apart to be aligned (0.1 us a node)."""
 
@@ -71,8 +74,9 @@ class _Job:
             meeting.abort(error, rank)
 
     def wait(self) -> None:
-        if not self.over:
-            self._done.acquire()
+        # In slices: a signal that comes just before the wait begins does not end it.
+        while not (self.over or self._done.acquire(timeout=_SLICE)):
+            pass
 
     def clear(self) -> list[Any]:
         """The results; lets go of everything, which a rank's thread may still hold by this job for a moment."""
@@ -93,10 +97,13 @@ class ThreadTeam:
     """
 
     def __init__(self, devices: Sequence[torch.device], deadline: float = 600.0) -> None:
-        self.devices = tuple(torch.device(device) for device in devices)
+        self.devices = tuple(
+            torch.device("cpu") if device.type == "cpu" else device for device in map(torch.device, devices)
+        )
         self.groups: list[ThreadGroup] = thread_groups(self.devices, deadline)
         self._meeting = self.groups[0].rendezvous
-        self._types = tuple(dict.fromkeys(["cpu", *(device.type for device in self.devices)]))
+        types = dict.fromkeys(["cpu", *(device.type for device in self.devices)])
+        self._types = tuple(filter(torch.amp.is_autocast_available, types))
         self._cuda = tuple(dict.fromkeys(device for device in self.devices if device.type == "cuda"))
         self._lock = threading.Lock()
         self._pid = os.getpid()
