@@ -334,7 +334,7 @@ class Decorated(nn.Module):
     short = lambda self, x: x.reshape(-1, 24)  # noqa: E731
 
     def rebinds(self, x):
-        self = x.reshape(-1, 24)
+        self = x.reshape(-1, 24)  # noqa: PLW0642
         return self
 
     @staticmethod
@@ -358,6 +358,7 @@ def test_super_closures_defaults_and_private_names_stay():
         __name__,
         "forward",
     )
+    assert function.__code__.co_qualname == cls.forward.__code__.co_qualname
     assert function.__annotations__ == cls.forward.__annotations__
     assert function.__globals__ is cls.forward.__globals__
     other = rewritten(closed_over(20)(), site(reshape, (1,)))
@@ -365,15 +366,17 @@ def test_super_closures_defaults_and_private_names_stay():
 
 
 class Named(Base):
+    factor = 3
+
     def forward(self, x):
-        return super().forward(x).reshape(-1, x.shape[-1])
+        return super().forward(x).reshape(-1, x.shape[-1]) * Named.factor
 
 
 def test_a_method_may_name_its_own_global_class():
     reshape = next(c for c in traced(Named(), torch.ones(2, 24)) if c[0] == "reshape")
     module = rewritten(Named(), site(reshape, (1,)))
     module._tp_call_sizes[site_key(site(reshape, (1,)))] = lambda _: 8
-    assert module(torch.ones(2, 24)).equal(torch.full((6, 8), 2.0))
+    assert module(torch.ones(2, 24)).equal(torch.full((6, 8), 6.0))
 
 
 def test_decorators_are_put_around_the_new_function():
@@ -411,7 +414,7 @@ def test_functions_that_cannot_be_rewritten_say_why(tmp_path):
 
     def opaque(function):
         table = {"f": function}
-        return functools.wraps(function)(lambda *a: table["f"](*a))
+        return functools.wraps(function)(lambda *a: table["f"](*a))  # noqa: PLW0108
 
     assert "decorated" in can_rewrite(opaque(Decorated.other), at)
     with pytest.raises(PlanError, match="decorated"):

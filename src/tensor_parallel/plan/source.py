@@ -13,6 +13,7 @@ import ast
 import dis
 import inspect
 import linecache
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -35,6 +36,9 @@ _NO_PLAIN_CALL = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_
 
 
 def _encloses(outer: CodeType, inner: CodeType) -> bool:
+    """Whether `inner` stands in `outer`, with only functions between: a method of a class in `outer` does not."""
+    if not outer.co_flags & inspect.CO_OPTIMIZED:
+        return False
     return any(c is inner or _encloses(c, inner) for c in outer.co_consts if isinstance(c, CodeType))
 
 
@@ -55,7 +59,7 @@ def method_frame(frame: FrameType) -> FrameType:
         return frame
     found, caller = frame, frame.f_back
     while caller is not None:
-        if caller.f_code.co_flags & inspect.CO_OPTIMIZED and _encloses(caller.f_code, found.f_code):
+        if _encloses(caller.f_code, found.f_code):
             found = caller
             if "<locals>" not in found.f_code.co_qualname:
                 break
@@ -135,8 +139,8 @@ def reach(call: ast.Call, argument: Sequence[int], number_of_arguments: int | No
     """What gives one argument of a call; None where that is not to be told.
 
     argument: index path. The first index counts the arguments as written, positional ones and then keyword ones,
-        without `self` for methods; negative from the end, which reaches into a star and behind it. The next ones count
-        items of a tuple or list.
+        without `self` for methods; negative from the end, which reaches into a star and behind it, not before it. The
+        next ones count items of a tuple or list. Argument i of n: try i, then i - n.
     number_of_arguments: as the call had at run time; lets a positive index reach there too.
     """
     return _reach([*call.args, *call.keywords], tuple(argument), number_of_arguments) if argument else None
@@ -149,13 +153,15 @@ def locate(call: ast.Call, argument: Sequence[int], number_of_arguments: int | N
     return found.expression if found is not None and not found.inside else None
 
 
-def _instruction_position(call: ast.Call, first_line: int) -> Position:
-    """The position that the compiler gives to the call's instruction: a method's name, where the call starts on an
-    earlier line than that."""
-    line, column, function = call.lineno, call.col_offset, call.func
-    if isinstance(function, ast.Attribute) and function.end_lineno != line:
-        line, column = function.end_lineno or line, (function.end_col_offset or 0) - len(function.attr)
-    return line - first_line, column, (call.end_lineno or line) - first_line, call.end_col_offset or 0
+def _instruction_positions(call: ast.Call, first_line: int) -> set[Position]:
+    """The positions that the compiler may give to the call's instruction: the expression's own, or, where a method's
+    name stands on another line than the expression starts, from that name."""
+    end = (call.end_lineno or call.lineno) - first_line, call.end_col_offset or 0
+    found = {(call.lineno - first_line, call.col_offset, *end)}
+    function = call.func
+    if isinstance(function, ast.Attribute) and function.end_lineno not in (None, call.lineno):
+        found.add((function.end_lineno - first_line, (function.end_col_offset or 0) - len(function.attr), *end))
+    return found
 
 
 # --- a method's source ---------------------------------------------------------------------------------------------
@@ -221,19 +227,19 @@ class MethodSource:
             return f"the source of {name} is not what runs: was the file changed after its import?"
         return source
 
-    def calls(self) -> Iterator[tuple[Position, ast.Call]]:
-        """Every call in the body with its position."""
+    def calls(self) -> Iterator[tuple[set[Position], ast.Call]]:
+        """Every call in the body with the positions that it may have."""
         first = self.function.__code__.co_firstlineno
         for statement in self.node.body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.Call):
-                    yield _instruction_position(node, first), node
+                    yield _instruction_positions(node, first), node
 
     def find(self, site: CallSite) -> Reached | str:
         """Where the site's argument comes from, or why that is not to be told."""
         code = self.function.__code__
         at = f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno + site.position[0]})"
-        call = next((call for position, call in self.calls() if position == tuple(site.position)), None)
+        call = next((call for positions, call in self.calls() if tuple(site.position) in positions), None)
         if call is None:
             return f"{at} has no call at columns {site.position[1]} to {site.position[3]}"
         found = reach(call, site.argument)
@@ -298,7 +304,7 @@ def _parse(lines: list[str], code: CodeType) -> ast.FunctionDef | None:
         block = inspect.getblock(lines)
         indented = block[0][:1].isspace()
         tree = ast.parse("".join(["if 1:\n", *block] if indented else block))
-    except (SyntaxError, IndexError):
+    except (SyntaxError, IndexError, tokenize.TokenError):
         return None
     ast.increment_lineno(tree, code.co_firstlineno - 1 - indented)
     node = tree.body[0]
