@@ -12,8 +12,10 @@ Inputs = Mapping[str, Any] | tuple[Any, ...] | list[Any] | torch.Tensor
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) of every tensor in nested mappings, lists, tuples and dataclasses (transformers' outputs are such);
-    other objects, such as caches, are passed over."""
+    """(path, tensor) of every tensor in nested mappings (transformers' outputs are some), lists, tuples, dataclasses.
+
+    Other objects, such as caches, are passed over.
+    """
     if isinstance(value, torch.Tensor):
         yield path or "output", value
     elif isinstance(value, Mapping):
@@ -77,16 +79,23 @@ def difference(given: torch.Tensor | None, expected: torch.Tensor | None, floor:
     return float((given - expected).abs().max() / max(float(expected.abs().max()), floor, 1e-300))
 
 
-def weighted_sum(value: Any, seed: int) -> torch.Tensor | None:
+def weighted_sum(value: Any, seed: int, part: int | None = None) -> torch.Tensor | None:
     """A scalar that depends on every element of every output that requires a gradient, with random weights; None where
-    there is no such output."""
+    there is no such output.
+
+    part: 0 or 1 for one of two scalars of which it is the sum, None for the whole.
+    """
     generator = torch.Generator().manual_seed(seed)
     total: torch.Tensor | None = None
     for _, tensor in tensors_in(value):
         if not is_real(tensor) or not tensor.requires_grad or tensor.numel() == 0:
             continue
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        weights = torch.randn(real.shape, generator=generator, dtype=torch.float64).to(real.device, real.dtype)
+        weights = torch.randn(real.shape, generator=generator, dtype=torch.float64)
+        share = torch.rand(real.shape, generator=generator, dtype=torch.float64)
+        if part is not None:
+            weights = weights * (share if part == 0 else 1 - share)
+        weights = weights.to(real.device, real.dtype)
         usable = torch.where(real.isfinite() & (real.abs() < 1e30), real, torch.zeros_like(real))
         term = (usable * weights).sum() / real.numel() ** 0.5
         total = term if total is None else total + term.to(total.device)
