@@ -331,9 +331,13 @@ class Normed(nn.Module):
 def test_buffers_stay_equal_on_all_ranks():
     reference = noisy(Normed())
     plan = mlp_plan(reference.mlp)
-    own = tensor_plans(reference, {f"mlp.{k}": dict(enumerate(t.layout.dims)) for k, t in plan.tensors.items()}, {"mlp.down.bias"})
+    own = tensor_plans(
+        reference, {f"mlp.{k}": dict(enumerate(t.layout.dims)) for k, t in plan.tensors.items()}, {"mlp.down.bias"}
+    )
     split = tp.tensor_parallel(
-        copy.deepcopy(reference), [DEVICE] * 3, Plan(plan.factors, own, {f"mlp.{k}": m for k, m in plan.modules.items()})
+        copy.deepcopy(reference),
+        [DEVICE] * 3,
+        Plan(plan.factors, own, {f"mlp.{k}": m for k, m in plan.modules.items()}),
     )
     x = torch.randn(8, 6, dtype=torch.float64)
     for model in (reference, split):
