@@ -88,7 +88,8 @@ def test_the_forward_accepts_them(name: str) -> None:
 def test_a_text_model_gets_one_call_with_a_mask_and_one_without(name: str) -> None:
     model = MODELS[name]()
     masked, plain = example_inputs(model)
-    assert masked["attention_mask"].eq(1).all()
+    assert masked["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert masked["attention_mask"][1].eq(1).all()
     assert "attention_mask" not in plain
     assert masked["input_ids"].shape == (2, 7)
     assert masked.get("use_cache") is (None if name == "bert" and "use_cache" not in masked else False)

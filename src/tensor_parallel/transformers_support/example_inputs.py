@@ -32,11 +32,11 @@ _SUB_CONFIGS = (
 def example_inputs(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Keyword arguments for `model`'s forward: what a planner traces it with, each entry one call.
 
-    A text model gets ids of shape (2, 7), once with an attention mask of ones and once without; an encoder-decoder gets
-    decoder ids of shape (2, 5) too; vision models get pixels of the config's own size, audio models features or
-    samples. A model that finds images or sounds by a token in its text gets text alone. Random values come from a
-    generator of their own. Tensors lie on the model's device (on the CPU for a model on the meta device), floating
-    ones in its dtype.
+    A text model gets ids of shape (2, 7), once with an attention mask that pads the first row on the left and once
+    without; an encoder-decoder gets decoder ids of shape (2, 5) too; vision models get pixels of the config's own size,
+    audio models features or samples. A model that finds images or sounds by a token in its text gets text alone. Random
+    values come from a generator of their own. Tensors lie on the model's device (on the CPU for a model on the meta
+    device), floating ones in its dtype.
 
     Raises:
         TraceError: the forward requires something that cannot be made from the config.
@@ -168,7 +168,10 @@ def _variants(facts: _Facts, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     ids = inputs.get("input_ids")
     if ids is None or "attention_mask" not in facts.parameters or "attention_mask" in inputs:
         return [inputs]
-    return [{**inputs, "attention_mask": torch.ones_like(ids)}, inputs]
+    # A mask of ones is the same as none: transformers drops it, and takes other paths through attention.
+    mask = torch.ones_like(ids)
+    mask[0, ..., : ids.shape[-1] // 3] = 0
+    return [{**inputs, "attention_mask": mask}, inputs]
 
 
 def _input_ids(facts: _Facts) -> Tensor:
