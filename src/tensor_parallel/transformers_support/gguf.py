@@ -23,7 +23,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) 
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"load_gguf: there is no GGUF file {str(file)!r}")
-    for package in ("transformers", "gguf"):
+    for package in ("transformers", "gguf", "accelerate"):  # transformers reads GGUF through both others
         if importlib.util.find_spec(package) is None:
             raise ImportError(
                 f"load_gguf needs the package {package!r}: install tensor-parallel with its extra `gguf` "
