@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from tensor_parallel import planner
-from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError
+from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError, TraceError
 from tensor_parallel.plan import Plan, resolve
 from tensor_parallel.plan.check import check_plan
 from tensor_parallel.planner import DEFAULT_RULES, Rules
@@ -100,6 +101,12 @@ def make_plan(
     inputs = own_example_inputs(module) if example_inputs is None else as_inputs(example_inputs)
     if inputs is None:
         return planner.layerwise_plan(module, world_size)
+    padded = _padded_too(module, inputs) if example_inputs is not None else []
+    if padded:
+        try:
+            return planner.make_plan(module, world_size, [*inputs, *padded], rules=rules)
+        except TraceError:
+            pass  # the forward takes no such mask: what was given is all there is
     return planner.make_plan(module, world_size, inputs, rules=rules)
 
 
@@ -112,14 +119,39 @@ def as_inputs(example_inputs: Any) -> list[Inputs]:
     found = list(example_inputs) if isinstance(example_inputs, list) else [example_inputs]
     if not found or not all(isinstance(item, (Mapping, tuple)) for item in found):
         kinds = ", ".join(type(item).__name__ for item in found) or "nothing"
-        raise TypeError(f"example_inputs holds {kinds}; give a dict or a tuple of what the forward takes, or a list of them")
+        raise TypeError(
+            f"example_inputs holds {kinds}; give a dict or a tuple of the forward's arguments, or a list of them"
+        )
     return found
+
+
+def _padded_too(module: nn.Module, inputs: Sequence[Inputs]) -> list[Inputs]:
+    """For a transformers model the given inputs with padding on the left: attention takes another path then, and the
+    plan must hold on it too."""
+    if not _is_pretrained(module) or "attention_mask" not in inspect.signature(module.forward).parameters:
+        return []
+    found: list[Inputs] = []
+    for item in inputs:
+        if not isinstance(item, Mapping):
+            continue
+        ids, mask = item.get("input_ids"), item.get("attention_mask")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.size(1) < 3:
+            continue
+        if mask is None or (isinstance(mask, torch.Tensor) and mask.shape == ids.shape and bool(mask.all())):
+            mask = torch.ones_like(ids) if mask is None else mask.clone()
+            mask[0, : ids.size(1) // 3] = 0
+            found.append({**item, "attention_mask": mask})
+    return found
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def own_example_inputs(module: nn.Module) -> list[Inputs] | None:
     """What a transformers model is traced with; None for other modules, or where it makes none."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+    if not _is_pretrained(module):
         return None
     from tensor_parallel.transformers_support.example_inputs import example_inputs
 

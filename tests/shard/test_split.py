@@ -51,7 +51,7 @@ def pair(case, ranks):
 def test_outputs_gradients_and_steps_equal_the_unsplit_models(case, ranks):
     reference, split, inputs = pair(case, ranks)
     steppers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3, foreach=True) for m in (reference, split)]
-    weights = None
+    weights, unclipped = None, {}
     for _ in range(3):
         norms, found = [], []
         for model, stepper in zip((reference, split), steppers, strict=True):
@@ -62,7 +62,7 @@ def test_outputs_gradients_and_steps_equal_the_unsplit_models(case, ranks):
             found.append(outputs)
             if model is split:
                 gradients = tp.full_gradients(split)
-                for name, parameter in reference.named_parameters():
+                for name, _ in reference.named_parameters():
                     torch.testing.assert_close(gradients[name], unclipped[name], atol=1e-12, rtol=1e-12, msg=name)
             unclipped = {n: p.grad.clone() for n, p in reference.named_parameters()}
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True))
@@ -133,7 +133,7 @@ def test_freezing_reaches_every_part():
 def test_a_parameter_replaced_after_the_split_is_refused():
     _, split, (x,) = pair("mlp", 2)
     split.norm.weight = nn.Parameter(torch.ones(4).double())
-    with pytest.raises(NotImplementedError, match="norm.weight"):
+    with pytest.raises(NotImplementedError, match=r"norm\.weight"):
         split(x)
 
 
@@ -224,7 +224,7 @@ def test_a_failure_halfway_says_so_and_frees_everything(monkeypatch):
 
     pieces_cut = pieces.cut
     monkeypatch.setattr(pieces, "cut", failing)
-    with Live(model.parameters()) as live, pytest.raises(SplitError, match="used up.*free again") as caught:
+    with Live(model.parameters()) as live, pytest.raises(SplitError, match=r"used up.*free again") as caught:
         tp.tensor_parallel(model, [DEVICE] * 2, plan)
     assert "out of memory" in str(caught.value.__cause__)
     assert live.now() == 0
