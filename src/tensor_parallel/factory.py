@@ -119,9 +119,7 @@ def as_inputs(example_inputs: Any) -> list[Inputs]:
     found = list(example_inputs) if isinstance(example_inputs, list) else [example_inputs]
     if not found or not all(isinstance(item, (Mapping, tuple)) for item in found):
         kinds = ", ".join(type(item).__name__ for item in found) or "nothing"
-        raise TypeError(
-            f"example_inputs holds {kinds}; give a dict or a tuple of the forward's arguments, or a list of them"
-        )
+        raise TypeError(f"example_inputs holds {kinds}; give a dict or a tuple of arguments, or a list of them")
     return found
 
 
