@@ -22,7 +22,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(
 .PHONY: demo test check bench clean
 
 demo: $(STAMPS)/demo
-	@$(RUN) examples/demo.py
+	@TQDM_DISABLE=1 $(RUN) examples/demo.py
 
 test: $(STAMPS)/dev
 	$(RUN) -m pytest $(ARGS)

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import TextStreamer
-from transformers.utils.logging import disable_progress_bar
 
 import tensor_parallel as tp
 from tensor_parallel.transformers_support.gguf import load_gguf
@@ -37,16 +36,14 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 @dataclass(frozen=True)
 class Answer:
     """What a model says to one prompt: `tokens` (1, prompt + PROOF_TOKENS), and its `logits` (tokens, vocabulary) for
-    a given text.  seconds: for the tokens."""
+    a given text."""
 
     tokens: Tensor
     logits: Tensor
-    seconds: float
 
 
 def main() -> int:
     arguments = _arguments()
-    disable_progress_bar()
     with _step("loading SmolLM2-135M-Instruct"):
         model, tokenizer = load_gguf(_smollm2_file())
     chat = [{"role": "user", "content": arguments.question}]
@@ -99,12 +96,10 @@ def _devices(ranks: int) -> list[str]:
 
 def _answer(model: Any, prompt: dict[str, Tensor], text: Tensor | None = None) -> Answer:
     """PROOF_TOKENS greedy tokens, the end token put off, and the logits over `text` (by default the answer)."""
-    start = time.perf_counter()
     with torch.inference_mode():
         tokens = model.generate(**prompt, do_sample=False, min_new_tokens=PROOF_TOKENS, max_new_tokens=PROOF_TOKENS)
-        seconds = time.perf_counter() - start
         logits = model(tokens if text is None else text).logits[0]
-    return Answer(tokens.cpu(), logits.cpu(), seconds)
+    return Answer(tokens.cpu(), logits.cpu())
 
 
 def _tolerance(model: Any, answer: Answer) -> float:
@@ -135,7 +130,6 @@ def _proof(unsplit: Answer, split: Answer, prompt_length: int, tolerance: float)
         f"{difference:.1e}",
         f"below {tolerance:.1e}",
     )
-    table.add_row("seconds for these tokens, unsplit and split", f"{unsplit.seconds:.1f} and {split.seconds:.1f}", "")
     console.print(table)
 
     passed = difference < tolerance
