@@ -15,8 +15,8 @@ from tensor_parallel.planner.fallback import layerwise_plan
 from tensor_parallel.planner.island import Graph
 from tensor_parallel.planner.isolate import closed, isolated
 from tensor_parallel.planner.rules import DEFAULT_RULES
-from tensor_parallel.planner.select import Candidate, Choice, Exchange, choose
-from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
+from tensor_parallel.planner.select import Choice, Exchange, choose
+from tensor_parallel.planner.sizes import Solver
 from tensor_parallel.planner.trace import parameter_names, trace
 
 __all__ = ["DEFAULT_RULES", "Effect", "Exchange", "Rule", "Rules", "layerwise_plan", "make_plan"]
@@ -46,25 +46,12 @@ def make_plan(
     traced = trace(module, example_inputs)
     effects = infer(traced.ops, rules)
     graph = Graph.of(traced, effects, dict(module.named_modules()))
-    solutions: dict[tuple[Graph, str], Sizes] = {}
-    solvers: dict[Graph, Solver] = {}
-
-    def holds(candidate: Candidate) -> str:
-        at = candidate.graph
-        if at not in solvers:
-            solvers[at] = Solver(at)
-        try:
-            solutions[at, candidate.name] = solvers[at].solve(candidate.island, candidate.leaf, candidate.partner)
-        except Unsolved as error:
-            return str(error)
-        return ""
-
     # Fewer than two ranks deal out nothing; the plan is then made as for two.
     world, rate, choice = max(world_size, 2), exchange or Exchange(), Choice()
-    choose(graph, world, rate, holds, choice)
+    choose(graph, world, rate, Solver(graph), choice)
     for name, part in graph.modules.items():
         own = [key for key in (f"{name}.{k}" if name else k for k in part._parameters) if key in traced.parameters]
         if any(len(traced.parameters[k].shape) > 1 for k in own) and not choice.taken.uses(own) and closed(graph, name):
-            choose(isolated(graph, name, rules), world, rate, holds, choice)
-    sizes = [solutions[candidate.graph, candidate.name] for candidate in choice.chosen]
-    return emit(graph, choice, sizes, parameter_names(module), world_size)
+            alone = isolated(graph, name, rules)
+            choose(alone, world, rate, Solver(alone), choice)
+    return emit(graph, choice, parameter_names(module), world_size)

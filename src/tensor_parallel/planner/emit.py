@@ -8,10 +8,9 @@ from math import prod
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
 from tensor_parallel.plan import Boundary, CallSite, Factor, LocalSize, Lookup, ModulePlan, Plan, TensorPlan, Traffic
 from tensor_parallel.planner.index_types import Cut, Dim, leaves, normal_form
-from tensor_parallel.planner.island import Graph, State
+from tensor_parallel.planner.island import Graph, Side, State, border_state
 from tensor_parallel.planner.records import ModuleCall, Value
 from tensor_parallel.planner.select import Candidate, Choice
-from tensor_parallel.planner.sizes import Sizes
 
 Names = Mapping[str, tuple[object, tuple[str, ...], bool]]
 
@@ -75,8 +74,8 @@ class _Names:
 
 
 class _Emitter:
-    def __init__(self, graph: Graph, choice: Choice, sizes: Sequence[Sizes], names: Names) -> None:
-        self.graph, self.choice, self.sizes, self.names = graph, choice, sizes, names
+    def __init__(self, graph: Graph, choice: Choice, names: Names) -> None:
+        self.graph, self.choice, self.names = graph, choice, names
         self.factor_names = _Names()
         for candidate in choice.chosen:
             self.factor_names.add(candidate)
@@ -138,7 +137,7 @@ class _Emitter:
         ]
         return Placement("shard", tuple(dims))
 
-    def _boundary(self, call: ModuleCall, side: str, path: str, value: Value) -> tuple[Placement, Placement] | None:
+    def _boundary(self, call: ModuleCall, side: Side, path: str, value: Value) -> tuple[Placement, Placement] | None:
         place = (call.name, side, path)
         if place in self.places:
             candidate, kind = self.places[place]
@@ -151,13 +150,14 @@ class _Emitter:
         if owner.graph is not self.graph:
             # A module planned by itself: only its own borders speak of its own numbering.
             return None
-        state = owner.island.state_at(value.index, call.first_op if side == "in" else call.last_op)
+        island = owner.island
+        state = border_state(self.graph.trace, island.states, island.conversions, value.index, call, side)
         if state is None:
             return None
         lies = self._placement(value, state, owner)
         return lies, lies
 
-    def _boundaries(self, calls: Sequence[ModuleCall], side: str) -> tuple[Boundary, ...]:
+    def _boundaries(self, calls: Sequence[ModuleCall], side: Side) -> tuple[Boundary, ...]:
         found: dict[str, dict[int, tuple[Placement, Placement]]] = {}
         for call in calls:
             for path, value in (call.inputs if side == "in" else call.outputs).items():
@@ -178,7 +178,8 @@ class _Emitter:
         attributes: dict[str, list[LocalSize]] = {}
         sites: dict[str, list[CallSite]] = {}
         rename = {"first": 0, "partner": 1}
-        for candidate, sizes in zip(self.choice.chosen, self.sizes, strict=True):
+        for candidate in self.choice.chosen:
+            sizes = candidate.sizes
             own = [self.cut[candidate.leaf], self.cut.get(candidate.partner) if candidate.partner else None]
             renamed = {old: own[index] or old for old, index in rename.items()}
             for (module, attribute), layout in sizes.attributes.items():
@@ -243,9 +244,9 @@ def _renamed(layout: DimLayout, names: Mapping[str, str]) -> DimLayout:
     )
 
 
-def emit(graph: Graph, choice: Choice, sizes: Sequence[Sizes], names: Names, world_size: int) -> Plan:
-    """The plan of a choice. `sizes`: the solution of each chosen candidate, in the same order."""
-    emitter = _Emitter(graph, choice, sizes, names)
+def emit(graph: Graph, choice: Choice, names: Names, world_size: int) -> Plan:
+    """The plan of a choice."""
+    emitter = _Emitter(graph, choice, names)
     return Plan(
         factors=emitter.factor_names.factors,
         tensors=emitter.tensors(),

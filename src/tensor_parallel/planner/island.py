@@ -19,6 +19,21 @@ Side = Literal["in", "out"]
 Place = tuple[str, Side, str]
 """(module, side, path): one border that one tensor crosses."""
 
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A tensor lies as `state` for operators from `start` to `stop`, because of a border of module call `call`."""
+
+    start: int
+    stop: int
+    state: State | None
+    call: int
+    side: Side
+
+
+Conversions = dict[int, list[Conversion]]
+"""By the value's number."""
+
 MAX_PLACES = 256
 MAX_GATHERS = 2
 
@@ -63,11 +78,16 @@ class Graph:
                 graph.entries.setdefault(value.index, []).append((call, path))
             for path, value in call.outputs.items():
                 graph.exits.setdefault(value.index, []).append((call, path))
-        for value in trace.parameters.values():
-            for node in dict.fromkeys(n for dim in value.dims for n in leaves(dim)):
-                graph.by_leaf.setdefault(node, []).append(value)
+        graph.index_leaves()
         graph.live = graph._live()
         return graph
+
+    def index_leaves(self) -> None:
+        """Again, after leaves have become one."""
+        self.by_leaf = {}
+        for value in self.trace.parameters.values():
+            for node in dict.fromkeys(n for dim in value.dims for n in leaves(dim)):
+                self.by_leaf.setdefault(node, []).append(value)
 
     def _live(self) -> list[bool]:
         """Operators whose outputs somebody reads, or that have none."""
@@ -105,13 +125,13 @@ class Island:
     biases: set[str]
     lookups: list[Op]
     local: set[int]
-    conversions: dict[int, list[tuple[int, int, State | None]]]
+    conversions: Conversions
 
     def state_at(self, value: int, op: int) -> State | None:
         """The value's state as the operator `op` meets it."""
-        for start, stop, state in reversed(self.conversions.get(value, ())):
-            if start <= op < stop:
-                return state
+        for conversion in reversed(self.conversions.get(value, ())):
+            if conversion.start <= op < conversion.stop:
+                return conversion.state
         return self.states.get(value)
 
     def touched(self) -> set[int]:
@@ -142,9 +162,8 @@ class Simulation:
 
     # --- states ---------------------------------------------------------------------------------------------------
 
-    def _conversions(self) -> dict[int, list[tuple[int, int, State | None]]]:
-        """Per value: (from operator, to operator, state there)."""
-        found: dict[int, list[tuple[int, int, State | None]]] = {}
+    def _conversions(self) -> Conversions:
+        found: Conversions = {}
         last = len(self.graph.trace.ops) + 1
         for (name, side, path), kind in self.places.items():
             for call in self.graph.calls[name]:
@@ -152,15 +171,15 @@ class Simulation:
                 if value is None:
                     continue
                 span = (call.first_op, call.last_op) if side == "in" else (call.last_op, last)
-                found.setdefault(value.index, []).append((*span, "shard" if kind == "slice" else None))
+                state: State | None = "shard" if kind == "slice" else None
+                found.setdefault(value.index, []).append(Conversion(*span, state, call.index, side))
         return found
 
     def _state(self, value: Value, at: int) -> State | None:
-        base = self.states.get(value.index)
-        for start, stop, state in reversed(self.conversions.get(value.index, ())):
-            if start <= at < stop:
-                return state
-        return base
+        for conversion in reversed(self.conversions.get(value.index, ())):
+            if conversion.start <= at < conversion.stop:
+                return conversion.state
+        return self.states.get(value.index)
 
     def _forward(self) -> Island:
         self.states: dict[int, State] = {}
@@ -208,7 +227,7 @@ class Simulation:
         return Island(
             self.cut,
             self.states,
-            {v for v, spans in self.conversions.items() if any(s[2] == "shard" for s in spans)},
+            {v for v, spans in self.conversions.items() if any(c.state == "shard" for c in spans)},
             dict(self.places),
             [v.parameter for v in cut_parameters if v.parameter is not None],
             self.biases,
@@ -416,18 +435,9 @@ class Simulation:
                 value = (call.inputs if side == "in" else call.outputs).get(path)
                 if value is None:
                     continue
-                state: State | None = self.states.get(value.index)
-                if side == "in":
-                    state = self._outer_state(value, call)
+                state = border_state(self.graph.trace, self.states, self.conversions, value.index, call, side)
                 if state != wanted[kind]:
                     raise Fails(f"calls of {name!r} differ: {path!r} is {state or 'replicated'}, not {wanted[kind]}")
-
-    def _outer_state(self, value: Value, call: ModuleCall) -> State | None:
-        own = [s for s in self.conversions.get(value.index, ()) if s[:2] != (call.first_op, call.last_op)]
-        for start, stop, state in reversed(own):
-            if start <= call.first_op < stop:
-                return state
-        return self.states.get(value.index)
 
     def _check_biases(self) -> None:
         """Rank 0 alone uses a bias: every use of it must be one that adds it to a partial sum."""
@@ -441,6 +451,25 @@ class Simulation:
                     op = self.graph.trace.ops[index]
                     if _is_view(op):
                         todo += op.outputs
+
+
+def border_state(
+    trace: Trace, states: dict[int, State], conversions: Conversions, value: int, call: ModuleCall, side: Side
+) -> State | None:
+    """How a value lies just outside the entry of a module call, or just inside its exit. Several calls may begin or end
+    between the same two operators: inner borders lie behind outer entries, outer borders behind inner exits."""
+    at = call.first_op if side == "in" else call.last_op
+    around = {above.index for above in trace.enclosing(call.index)}
+    for conversion in reversed(conversions.get(value, ())):
+        if not conversion.start <= at < conversion.stop or conversion.call == call.index and conversion.side == side:
+            continue
+        inner = conversion.call not in around and call.index in {c.index for c in trace.enclosing(conversion.call)}
+        if side == "in" and conversion.side == "in" and inner:
+            continue
+        if side == "out" and conversion.side == "out" and conversion.call in around:
+            continue
+        return conversion.state
+    return states.get(value)
 
 
 def has_dim(value: Value, dim: Dim, cut: frozenset[Dim]) -> bool:

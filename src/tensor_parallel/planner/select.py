@@ -6,13 +6,14 @@ one would rather hold. Ties are broken by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from tensor_parallel.planner.index_types import Dim, find, leaves
 from tensor_parallel.planner.island import Fails, Graph, Island, Simulation
 from tensor_parallel.planner.records import Value
+from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Candidate:
     cost: float
     graph: Graph
     partner: Dim | None = None
+    sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def gain(self) -> float:
@@ -109,13 +111,10 @@ def choose(
     graph: Graph,
     world_size: int,
     exchange: Exchange,
-    holds: Callable[[Candidate], str],
+    solver: Solver,
     choice: Choice,
 ) -> None:
-    """Add to the choice the candidates with the largest gain that do not clash, taken greedily.
-
-    holds: a last check of a candidate (its integers): "" or why it does not hold.
-    """
+    """Add to the choice the candidates with the largest gain that do not clash, taken greedily."""
     found: list[Candidate] = []
     for node in candidates(graph):
         try:
@@ -130,13 +129,43 @@ def choose(
             found.append(candidate)
     found.sort(key=lambda c: (-c.gain, c.name))
     for candidate in found:
-        reason = choice.taken.clash(candidate) or holds(candidate)
-        if reason:
-            choice.reasons[candidate.leaf] = reason
+        if find(candidate.leaf) is not candidate.leaf:
             continue
-        _add_partner(candidate, holds, choice.taken)
+        try:
+            if reason := choice.taken.clash(candidate):
+                raise Fails(reason)
+            _join_twins(candidate, world_size, exchange, solver, choice.taken)
+            candidate.sizes = solver.solve(candidate.island, candidate.leaf, None)
+        except (Fails, Unsolved) as error:
+            choice.reasons[candidate.leaf] = str(error)
+            continue
+        _add_partner(candidate, solver, choice.taken)
         choice.taken.add(candidate)
         choice.chosen.append(candidate)
+
+
+def _join_twins(candidate: Candidate, world_size: int, exchange: Exchange, solver: Solver, taken: Taken) -> None:
+    """Cut together what the same integers count.
+
+    Raises:
+        Fails: together they cannot be cut; they are apart again then.
+    """
+    graph, node = candidate.graph, candidate.leaf
+    while twins := [twin for twin in solver.twins(candidate.island, node) if twin.kind == "leaf"]:
+        before = graph.by_leaf
+        for twin in twins:
+            twin.link = node
+        graph.index_leaves()
+        try:
+            island, saved, cost = _simulate(graph, (node,), world_size, exchange)
+            candidate.island, candidate.saved, candidate.cost = island, saved, cost
+            if reason := taken.clash(candidate):
+                raise Fails(reason)
+        except Fails as error:
+            for twin in twins:
+                twin.link = None
+            graph.by_leaf = before
+            raise Fails(f"counted by the same integers as other units, and together {error}") from None
 
 
 class Taken:
@@ -189,7 +218,7 @@ def _partner(graph: Graph, node: Dim) -> Dim | None:
     return None
 
 
-def _add_partner(candidate: Candidate, holds: Callable[[Candidate], str], taken: Taken) -> None:
+def _add_partner(candidate: Candidate, solver: Solver, taken: Taken) -> None:
     """Query groups take the ranks that KV heads are too few for, if both together hold at the same borders."""
     graph = candidate.graph
     node = _partner(graph, candidate.leaf)
@@ -198,12 +227,13 @@ def _add_partner(candidate: Candidate, holds: Callable[[Candidate], str], taken:
     try:
         both = Simulation(graph, (candidate.leaf, node)).run()
         alone = Simulation(graph, (node,)).run()
-    except Fails:
+        pair = replace(candidate, island=both, partner=node)
+        same = set(both.parameters) == set(candidate.island.parameters) and both.places == candidate.island.places
+        if same and counted_once(alone, both) and not taken.clash(pair):
+            candidate.sizes = solver.solve(both, candidate.leaf, node)
+            candidate.island, candidate.partner = both, node
+    except (Fails, Unsolved):
         return
-    pair = Candidate(candidate.name, candidate.leaf, both, candidate.saved, candidate.cost, graph, node)
-    same = set(both.parameters) == set(candidate.island.parameters) and both.places == candidate.island.places
-    if same and counted_once(alone, both) and not taken.clash(pair) and not holds(pair):
-        candidate.partner, candidate.island = node, both
 
 
 def counted_once(alone: Island, both: Island) -> bool:

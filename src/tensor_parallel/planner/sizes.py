@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tensor_parallel.layout import Cuts, DimLayout, local_size, spread
@@ -199,6 +199,7 @@ class Solver:
         self.by_origin: dict[tuple[str, str], list[Requirement]] = {}
         self.originals: dict[tuple[str, str], int] = {}
         self.checks: dict[object, list[Comparison]] = {}
+        self.by_place: dict[object, list[Requirement]] = {}
         self.reachable: dict[tuple[type, CallSite], str] = {}
         for call in graph.trace.function_calls:
             for requirement in requirements(call):
@@ -213,6 +214,8 @@ class Solver:
                 self.escapes.setdefault(_key(origin), []).append(escape.expression)
 
     def _index(self, requirement: Requirement) -> None:
+        for place in _places(requirement):
+            self.by_place.setdefault(place, []).append(requirement)
         if requirement.value is not None:
             self.by_value.setdefault(requirement.value.index, []).append(requirement)
         for origin in _origins(requirement.argument.expression):
@@ -220,6 +223,23 @@ class Solver:
                 self.by_value.setdefault(origin.tensor, []).append(requirement)
             else:
                 self.by_origin.setdefault(_key(origin), []).append(requirement)
+
+    def twins(self, island: Island, node: Dim) -> list[Dim]:
+        """Leaves that the same integers count: one attribute read for several layers, one call in a loop over them. Such
+        leaves can only be cut together."""
+        found: dict[Dim, None] = {}
+        for value in sorted(island.touched()):
+            for requirement in self.by_value.get(value, ()):
+                if requirement.dim is None:
+                    continue
+                row = list(leaves(requirement.dim))
+                if node not in row:
+                    continue
+                for other in (r for place in _places(requirement) for r in self.by_place[place]):
+                    twin = list(leaves(other.dim)) if other.dim is not None else []
+                    if [n.size for n in twin] == [n.size for n in row]:
+                        found.update({b: None for a, b in zip(row, twin, strict=True) if a is node and b is not node})
+        return list(found)
 
     def solve(self, island: Island, first: Dim, partner: Dim | None) -> Sizes:
         """Raises Unsolved."""
@@ -238,6 +258,17 @@ class _Ban(Exception):
     def __init__(self, attribute: tuple[str, str]) -> None:
         super().__init__(attribute)
         self.attribute = attribute
+
+
+def _places(requirement: Requirement) -> Iterator[object]:
+    """What gives the integer its value everywhere at once: the attribute that it is, the call that it stands in."""
+    call, expression = requirement.call, requirement.argument.expression
+    if requirement.dim is None:
+        return
+    if isinstance(expression, Attribute):
+        yield _key(expression)
+    if call.owner is not None and call.position is not None:
+        yield call.owner, call.method, call.position, requirement.argument.path
 
 
 def _key(origin: Attribute | Size) -> Any:
@@ -349,17 +380,20 @@ class _Attempt:
     def _site(self, requirement: Requirement) -> tuple[str, CallSite]:
         call, argument = requirement.call, requirement.argument
         what = f"the {argument.value} in {call.name}(...) of {call.owner or call.module_call!r}"
-        if call.owner is None or call.position is None or not call.method or isinstance(argument.path[0], str):
+        head, *rest = argument.path
+        inside = [p for p in rest if isinstance(p, int)]
+        if call.owner is None or call.position is None or not call.method or len(inside) < len(rest):
             raise self._stuck(requirement, f"{what} stands in no method of a module")
-        path = tuple(int(p) for p in argument.path)
-        first = path[0] - int(call.is_method)
-        count = len(call.args) - int(call.is_method)
+        positional = len(call.args) - int(call.is_method)
+        keywords = list(call.kwargs)
+        first = head - int(call.is_method) if isinstance(head, int) else positional + keywords.index(head)
+        count = positional + len(keywords)
         module = self.solver.graph.modules[call.owner]
         layout = self._expected(requirement)
         reason = ""
         for index in (first, first - count):
-            site = CallSite(call.method, call.position, (index, *path[1:]), argument.value, layout)
-            key = (type(module), site)
+            site = CallSite(call.method, call.position, (index, *inside), argument.value, layout)
+            key = (type(module), replace(site, layout=None))
             if key not in self.solver.reachable:
                 method = getattr(type(module), call.method)
                 self.solver.reachable[key] = source.can_rewrite(method, site)

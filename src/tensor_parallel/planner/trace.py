@@ -269,17 +269,8 @@ def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgumen
             yield from _integers(item, (*path, key))
 
 
-def _in_torch(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return name.startswith(("torch.", "tensor_parallel.")) and not name.startswith("torch.nn.modules") or name == "torch"
-
-
-def _locate(call: FunctionCall, frame: FrameType | None, state: _Recorder) -> None:
+def _locate(call: FunctionCall, frame: FrameType, state: _Recorder) -> None:
     """Which method of which module the call stands in, for a call-site override."""
-    while frame is not None and _in_torch(frame):
-        frame = frame.f_back
-    if frame is None:
-        return
     owner = source.method_frame(frame).f_locals.get("self")
     if isinstance(owner, nn.Module) and id(owner) in state.names:
         call.owner = state.names[id(owner)]
