@@ -102,21 +102,21 @@ def test_a_row_split_bias_counts_once(ranks):
     class Row(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up = nn.Linear(3, 6)
-            self.down = nn.Linear(6, 4)
+            self.up = nn.Linear(16, 50)
+            self.down = nn.Linear(50, 14)
 
         def forward(self, x):
             return self.down(torch.tanh(self.up(x)))
 
     reference = noisy(Row().double())
-    x = torch.randn(5, 3, dtype=torch.float64)
+    x = torch.randn(5, 16, dtype=torch.float64)
     split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, example_inputs={"x": x[:2]})
     if ranks > 1:
-        assert split.down.weight.shape[1] < 6, "the case needs a row split"
+        assert split.down.weight.shape[1] < 50, "the case needs a row split"
     out = split(x)
     assert torch.allclose(out, reference(x), rtol=1e-12, atol=1e-12)
     out.sum().backward()
-    assert torch.allclose(tp.full_gradients(split)["down.bias"], torch.full((4,), 5.0, dtype=torch.float64))
+    assert torch.allclose(tp.full_gradients(split)["down.bias"], torch.full((14,), 5.0, dtype=torch.float64))
     assert_parity(reference, split, {"x": x}, steps=2)
 
 
@@ -189,7 +189,7 @@ def test_tied_weights_stay_tied_and_are_held_once(family, ranks, tmp_path):
 @pytest.mark.parametrize(
     "model",
     [
-        TiedEmbedding,
+        lambda: TiedEmbedding(vocab=51, width=12),
         ConvNet,
         Gpt,
         Llama,

@@ -118,7 +118,7 @@ def test_both_models_are_left_as_they_were(fails):
     model = noisy(ConvNet().double()).train()
     model.stem_norm.eval()
     split = split_of(model, 3)
-    inputs = model.inputs()
+    inputs, wrong = model.inputs(), {"pixels": torch.randn(1, 4, 8, 8, dtype=torch.float64)}
     for each in (model, split):
         each(**inputs).sum().backward()
     torch.manual_seed(11)
@@ -127,7 +127,7 @@ def test_both_models_are_left_as_they_were(fails):
     before = [state_of(each) for each in (model, split)]
     if fails:
         with pytest.raises(RuntimeError):
-            tp.verify(split, model, {"pixels": torch.randn(1, 4, 8, 8, dtype=torch.float64)})
+            tp.verify(split, model, wrong)
     else:
         with torch.no_grad():
             assert tp.verify(split, model, inputs).passed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from tensor_parallel.layout import holders
 from tensor_parallel.shard import ModelShards, shards_of
 from tensor_parallel.state import full_state_dict
 from tensor_parallel.verify.compare import (
@@ -111,7 +112,7 @@ def _assert_states_equal(
 
 
 def _assert_copies_equal(shards: ModelShards) -> None:
-    """Every rank that keeps a copy of a piece keeps the same values."""
+    """Every rank that keeps a copy of a piece, or of a whole buffer, keeps the same values."""
     held = [
         {
             **dict(tree.named_parameters(remove_duplicate=False)),
@@ -119,9 +120,11 @@ def _assert_copies_equal(shards: ModelShards) -> None:
         }
         for tree in shards.trees
     ]
-    for key, split in shards.tensors.items():
-        for piece in split.pieces:
-            for rank in piece.ranks[1:]:
-                copy = held[rank].get(key)
-                if copy is not None and not split.plan.rank0_only and not torch.equal(copy.cpu(), piece.tensor.cpu()):
-                    raise AssertionError(f"{key}: rank {rank}'s copy differs from rank {piece.ranks[0]}'s")
+    for key, planned in shards.resolved.plan.tensors.items():
+        if planned.rank0_only:
+            continue
+        for first, *others in holders(planned.layout, shards.resolved.cuts, len(held)):
+            for rank in others:
+                mine, copied = held[first].get(key), held[rank].get(key)
+                if mine is not None and copied is not None and not torch.equal(copied.cpu(), mine.cpu()):
+                    raise AssertionError(f"{key}: rank {rank}'s copy differs from rank {first}'s")
