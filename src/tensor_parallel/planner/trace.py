@@ -229,7 +229,9 @@ class _Functions(TorchFunctionMode):
             old = self.state.known[id(tensor)]
             producer = None if old.producer is None else self.state.trace.ops[old.producer]
             if producer is None or producer.name != "custom autograd function":
-                op = Op(len(self.state.trace.ops), "custom autograd function", (old,), {}, [], self.state.stack[-1], None)
+                op = Op(
+                    len(self.state.trace.ops), "custom autograd function", (old,), {}, [], self.state.stack[-1], None
+                )
                 op.outputs.append(self.state.add(tensor, producer=op.index, constant=old.constant))
                 self.state.trace.ops.append(op)
 
@@ -251,7 +253,9 @@ class _Functions(TorchFunctionMode):
 
 def _plain_slices(tree: Any) -> Any:
     def plain(piece: slice) -> slice:
-        return slice(*(int.__int__(x) if isinstance(x, TrackedInt) else x for x in (piece.start, piece.stop, piece.step)))
+        return slice(
+            *(int.__int__(x) if isinstance(x, TrackedInt) else x for x in (piece.start, piece.stop, piece.step))
+        )
 
     return replaced(tree, plain, slice)
 
@@ -392,15 +396,15 @@ def _meta_parameters(module: nn.Module) -> Iterator[None]:
 def _restored(module: nn.Module) -> Iterator[None]:
     """Whatever a forward changes is put back: buffers and the random states."""
     saved = [(b, b.detach().clone()) for b in module.buffers()]
-    versions = [b._version for b, _ in saved]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         with torch.no_grad():
-            for (buffer, copy), version in zip(saved, versions, strict=True):
-                if buffer._version != version and not buffer.is_meta:
+            for buffer, copy in saved:
+                # Not by version: a batch norm under a dispatch mode writes its statistics without a new one.
+                if not buffer.is_meta and not torch.equal(buffer, copy):
                     buffer.copy_(copy)
 
 
