@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,7 @@ def tensor_parallel(
     plan = tensor_parallel_config
     if plan is None:
         plan = make_plan(module, len(devices), kwargs.get("example_inputs"))
+        gc.collect()  # what planning leaves in cycles refers to the module: `del model` must free it at once
     else:
         check_plan(plan, module)
     resolved = resolve(plan, len(devices))

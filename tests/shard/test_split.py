@@ -434,3 +434,43 @@ def tp_resolve(plan):
     from tensor_parallel.plan import resolve
 
     return resolve(plan, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_graph_kept_from_before_the_split_does_not_hinder(ranks):
+    reference = noisy(MLP())
+    model = copy.deepcopy(reference)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    kept = model(x).sum()
+    split = tp.tensor_parallel(model, [DEVICE] * ranks, mlp_plan(reference))
+    split(x).sum().backward()
+    reference(x).sum().backward()
+    gradients = tp.full_gradients(split)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    assert kept.requires_grad
+
+
+def test_gradients_from_before_the_split_are_kept():
+    reference = noisy(MLP())
+    x = torch.randn(3, 6, dtype=torch.float64)
+    reference(x).sum().backward()
+    model = copy.deepcopy(reference)
+    for own, parameter in zip(model.parameters(), reference.parameters(), strict=True):
+        own.grad = parameter.grad.clone()
+    split = tp.tensor_parallel(model, [DEVICE] * 3, mlp_plan(reference))
+    gradients = tp.full_gradients(split)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_id_that_is_no_row_is_refused_as_by_the_unsplit_model(ranks):
+    reference, split, (ids,) = pair("tied", ranks)
+    for wrong in (11, -1, 400):
+        bad = ids.clone()
+        bad[0, 0] = wrong
+        for model in (reference, split):
+            with pytest.raises(IndexError):
+                model(bad)
+    torch.testing.assert_close(split(ids)["logits"], reference(ids)["logits"])

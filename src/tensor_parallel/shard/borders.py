@@ -146,28 +146,35 @@ def _place(signature: inspect.Signature, path: str) -> tuple[int | None, str | N
 
 
 class _RowLookup:
-    """An embedding's ids on one rank: shifted to the rank's rows, those of other ranks masked out."""
+    """An embedding's ids on one rank: shifted to the rank's rows, those of other ranks masked out. An id that is no row
+    at all stays out of range, so that the embedding refuses it as it did unsplit."""
 
-    __slots__ = ("entry", "ranges")
+    __slots__ = ("entry", "ranges", "size")
 
     def __init__(self, entry: _Entry, rows: DimLayout, view: RankView) -> None:
         self.entry = entry
         self.ranges = runs(rows, view.cuts, view.rank)
+        self.size = rows.size
 
     def local(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids in the rank's own rows, where they are another rank's)."""
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
-            shifted = ids - start
-            elsewhere = (shifted < 0) | (shifted >= stop - start)
-            return shifted.masked_fill(elsewhere, 0), elsewhere
-        found, elsewhere, offset = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool), 0
+            elsewhere = self._between(ids, stop, self.size)
+            if start:
+                elsewhere = elsewhere | self._between(ids, 0, start)
+            return (ids - start).masked_fill(elsewhere, 0), elsewhere
+        found, elsewhere, offset = ids.clone(), self._between(ids, 0, self.size), 0
         for start, stop in self.ranges:
-            here = (ids >= start) & (ids < stop)
+            here = self._between(ids, start, stop)
             found = torch.where(here, ids - start + offset, found)
-            elsewhere &= ~here
+            elsewhere = elsewhere & ~here
             offset += stop - start
-        return found, elsewhere
+        return found.masked_fill(elsewhere, 0), elsewhere
+
+    @staticmethod
+    def _between(ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return (ids >= start) & (ids < stop)
 
 
 class Borders:

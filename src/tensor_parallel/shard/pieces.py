@@ -134,7 +134,7 @@ def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor)
 def cut_parameter(
     parameter: nn.Parameter, plan: TensorPlan, resolved: ResolvedPlan, devices: Sequence[torch.device]
 ) -> tuple[SplitTensor, list[torch.Tensor]]:
-    """Replace `parameter`'s data by rank 0's part, in place.
+    """Replace `parameter`'s data by rank 0's part, in place (the first piece's leaf is another object where it has to be).
 
     Returns its pieces, and what each rank's tree holds at rest: a leaf, a stand-in where the rank holds nothing, zeros
     where only rank 0 uses the tensor. Until it returns, the memory of the whole and of all its pieces is held.
@@ -144,12 +144,12 @@ def cut_parameter(
         parameter.data = parameter.data.to(devices[0])
         if parameter.grad is not None and parameter.grad.device != devices[0]:
             parameter.grad = parameter.grad.to(devices[0])
+        leaf = _leaf_of(parameter)
         if not plan.rank0_only:
-            return SplitTensor(plan, [Piece(tuple(range(world_size)), parameter)], cuts, world_size), [
-                parameter
-            ] * world_size
-        zeros = [torch.zeros_like(parameter.detach(), device=device) for device in devices[1:]]
-        return SplitTensor(plan, [Piece((0,), parameter)], cuts, world_size), [parameter, *zeros]
+            split = SplitTensor(plan, [Piece(tuple(range(world_size)), leaf)], cuts, world_size)
+            return split, [leaf] * world_size
+        zeros = [torch.zeros_like(leaf.detach(), device=device) for device in devices[1:]]
+        return SplitTensor(plan, [Piece((0,), leaf)], cuts, world_size), [leaf, *zeros]
 
     gradient, parameter.grad = parameter.grad, None
     at_rest: list[torch.Tensor | None] = [None] * world_size
@@ -157,13 +157,13 @@ def cut_parameter(
     for ranks in holders(plan.layout, cuts, world_size):
         owner = ranks[0]
         data = cut(parameter, plan.layout, cuts, owner, devices[owner])
-        leaf = data if owner == 0 else nn.Parameter(data, requires_grad=parameter.requires_grad)
-        pieces.append(Piece(tuple(ranks), leaf))
+        own = data if owner == 0 else nn.Parameter(data, requires_grad=parameter.requires_grad)
+        pieces.append(Piece(tuple(ranks), own))
     for rank in range(world_size):
         if holds_nothing(plan.layout.factors, cuts, rank):
             at_rest[rank] = cut(parameter, plan.layout, cuts, rank, devices[rank])
     parameter.data = pieces[0].tensor
-    pieces[0].tensor = parameter
+    pieces[0].tensor = _leaf_of(parameter)
     for piece in pieces:
         if gradient is not None:
             owner = piece.ranks[0]
@@ -171,6 +171,20 @@ def cut_parameter(
         for rank in piece.ranks:
             at_rest[rank] = piece.tensor
     return SplitTensor(plan, pieces, cuts, world_size), [t for t in at_rest if t is not None]
+
+
+def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
+    """`parameter`, or a new leaf with its data where a graph from before still lives: autograd's node for it would go on
+    asking for gradients of the whole shape, on the old device."""
+    if not parameter.requires_grad:
+        return parameter
+    known = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata[0]  # type: ignore[attr-defined]
+    if known.shape == parameter.shape and known.device == parameter.device:
+        return parameter
+    leaf = nn.Parameter(parameter.data)
+    leaf.grad, parameter.grad = parameter.grad, None
+    parameter.data = torch.empty(0)
+    return leaf
 
 
 def cut_buffer(

@@ -61,7 +61,7 @@ class BufferWatch:
     seen: tuple[int, int] | None = None
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ModelShards:
     """Everything about one split model. Its visible modules hold it and it holds them weakly, so `del model` frees all.
 

@@ -166,7 +166,8 @@ def _drop_hooks(module: nn.Module) -> None:
 def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards) -> None:
     """Cut the parameters one by one, and give each rank's tree what it holds."""
     names: dict[int, list[tuple[str, str]]] = {}
-    for path, child in module.named_modules():
+    modules = dict(module.named_modules())
+    for path, child in modules.items():
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 names.setdefault(id(parameter), []).append((path, name))
@@ -174,13 +175,14 @@ def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelSh
         plan = plans[id(parameter)]
         split, at_rest = cut_parameter(parameter, plan, shards.resolved, shards.devices)
         shards.tensors[plan.names[0]] = split
-        shards.key_of[id(parameter)] = plan.names[0]
-        for rank in range(1, shards.world_size):
+        shards.key_of[id(split.pieces[0].tensor)] = plan.names[0]
+        for rank in range(shards.world_size):
+            tree = modules if rank == 0 else shards.peers[rank]
             for path, name in names[id(parameter)]:
-                shards.peers[rank][path]._parameters[name] = at_rest[rank]  # type: ignore[assignment]
+                tree[path]._parameters[name] = at_rest[rank]  # type: ignore[assignment]
         _share(split, shards)
-    for rank in range(1, shards.world_size):
-        for peer in shards.peers[rank].values():
+    for tree in (modules, *shards.peers[1:]):
+        for peer in tree.values():
             if isinstance(peer, nn.RNNBase):
                 peer.__dict__["_flat_weights"] = [peer._parameters.get(n) for n in peer._flat_weights_names]
     _cut_buffers(module, plans, shards)
