@@ -134,20 +134,23 @@ def test_integers_and_half_precision_are_summed(team: ThreadTeam) -> None:
         assert torch.equal(result, exact)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_gradients_have_one_bit_pattern_in_30_runs(seed: int) -> None:
+@pytest.mark.parametrize("uneven", [True, False])
+def test_gradients_have_one_bit_pattern_in_30_runs(uneven: bool) -> None:
+    """Whether or not the ranks make different numbers of nodes."""
     team = ThreadTeam([CPU] * 4)
-    chance = random.Random(seed)
+    chance = random.Random(0)
     given = [tensor.detach().float().requires_grad_() for tensor in tensors()]
     patterns = set()
     for _ in range(30):
-        out = _many_uses(team, *given, pause=lambda: time.sleep(chance.random() * 4e-4))
+        skew = [chance.randrange(40) for _ in range(4)]  # what else the threads did in between
+        team.run(lambda rank, nodes=skew: [torch._C._functions.UndefinedGrad() for _ in range(nodes[rank])])
+        out = _many_uses(team, *given, uneven=uneven, pause=lambda: time.sleep(chance.random() * 4e-4))
         grads = torch.autograd.grad(out.sum(), given)
         patterns.add(b"".join(grad.numpy().tobytes() for grad in grads))
     assert len(patterns) == 1
 
 
-def _many_uses(team: ThreadTeam, *given: torch.Tensor, pause: Callable[[], None]) -> torch.Tensor:
+def _many_uses(team: ThreadTeam, *given: torch.Tensor, uneven: bool, pause: Callable[[], None]) -> torch.Tensor:
     """Every tensor is used several times, beside and behind collectives, and ranks come in any order."""
     copies = copy_to_ranks(given, [range(team.world_size)] * len(given), team.devices)
 
@@ -157,11 +160,12 @@ def _many_uses(team: ThreadTeam, *given: torch.Tensor, pause: Callable[[], None]
         for step in range(3):
             pause()
             hidden = torch.tanh(x * scale @ up)
-            for _ in range(rank):  # ranks make different numbers of nodes
+            for _ in range(rank * uneven):
                 hidden = hidden * 1.01
+            early = [hidden.exp() * 1e-3, hidden * hidden * 1e3, hidden.cos()]
             summed = group.all_reduce(hidden * (rank + 1.3))
             pause()
-            x = x * 0.3 + (summed * hidden.exp() * hidden) @ down + torch.sin(summed) @ down * scale + step
+            x = x * 0.3 + (summed * sum(early)) @ down + torch.sin(summed) @ down * scale + hidden @ down + step
         return x
 
     return team.run(work)[0]
@@ -181,6 +185,14 @@ def test_copies_share_memory_on_one_device_and_a_leaf_gets_one_sum() -> None:
     assert len(calls) == 1
     with torch.no_grad():
         assert not copy_to_ranks([leaf], [[0, 1]], [CPU] * 2)[0][1].requires_grad
+
+
+def test_a_leaf_adds_its_owners_gradients_first() -> None:
+    leaf = torch.nn.Parameter(torch.ones(1))
+    large = leaf * 1e8 + leaf * -1e8
+    copied = copy_to_ranks([leaf], [[0, 1]], [CPU] * 2)[0][1]  # younger than the owner's uses, and yet added last
+    (large + copied).sum().backward()
+    assert leaf.grad.item() == 1
 
 
 def test_unused_copies_count_as_zeros() -> None:

@@ -159,10 +159,10 @@ def test_subgroups_talk_among_themselves_and_are_freed_with_the_whole(team: Thre
     def failing(rank: int) -> None:
         group = team.groups[rank].subgroup([2, 0])
         if rank == 1:
+            time.sleep(0.05)
             raise LookupError("rank 1")
         if rank == 0:
             group.barrier()
-        time.sleep(0.05)
 
     start = time.perf_counter()
     with pytest.raises(LookupError):
