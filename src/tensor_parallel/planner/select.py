@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 
 from tensor_parallel.planner.index_types import Dim, find, leaves
@@ -45,13 +46,17 @@ class Candidate:
         return self.saved - self.cost
 
 
+def _nothing_taken() -> Taken:
+    return Taken()
+
+
 @dataclass
 class Choice:
     """What is cut, and why the rest is not."""
 
     chosen: list[Candidate] = field(default_factory=list)
     reasons: dict[Dim, str] = field(default_factory=dict)
-    taken: Taken = field(default_factory=lambda: Taken())
+    taken: Taken = field(default_factory=_nothing_taken)
 
 
 def _bytes(value: Value) -> int:
@@ -83,19 +88,19 @@ def leaf_name(graph: Graph, node: Dim) -> str:
 def _simulate(graph: Graph, cut: tuple[Dim, ...], world_size: int, exchange: Exchange) -> tuple[Island, float, float]:
     """The cheaper of reducing as early and as late as can be."""
     found: list[tuple[float, Island, float, float]] = []
-    failure: Fails | None = None
+    failure = ""
     for eager in (True, False):
         try:
             island = Simulation(graph, cut, eager=eager).run()
         except Fails as error:
-            failure = failure or error
+            failure = failure or str(error)  # not the error: its traceback would keep the module in a cycle
             continue
         saved, cost = _rate(graph, island, prod(node.size for node in cut), world_size, exchange)
         found.append((cost - saved, island, saved, cost))
         if cost < saved:
             break
     if not found:
-        raise failure or Fails("no way")
+        raise Fails(failure or "no way")
     _, island, saved, cost = min(found, key=lambda item: item[0])
     return island, saved, cost
 
@@ -212,7 +217,7 @@ def _partner(graph: Graph, node: Dim) -> Dim | None:
     for value in graph.by_leaf[node]:
         for dim in value.dims:
             row = list(leaves(dim))
-            for first, second in zip(row, row[1:], strict=False):
+            for first, second in pairwise(row):
                 if first is node and second.size > 1 and len(graph.by_leaf[second]) < len(graph.by_leaf[node]):
                     return find(second)
     return None
