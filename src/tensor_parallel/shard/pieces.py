@@ -134,7 +134,7 @@ def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor)
 def cut_parameter(
     parameter: nn.Parameter, plan: TensorPlan, resolved: ResolvedPlan, devices: Sequence[torch.device]
 ) -> tuple[SplitTensor, list[torch.Tensor]]:
-    """Replace `parameter`'s data by rank 0's part, in place (the first piece's leaf is another object where it has to be).
+    """Replace `parameter`'s data by rank 0's part, in place (where it has to be, by another leaf).
 
     Returns its pieces, and what each rank's tree holds at rest: a leaf, a stand-in where the rank holds nothing, zeros
     where only rank 0 uses the tensor. Until it returns, the memory of the whole and of all its pieces is held.
@@ -174,8 +174,8 @@ def cut_parameter(
 
 
 def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
-    """`parameter`, or a new leaf with its data where a graph from before still lives: autograd's node for it would go on
-    asking for gradients of the whole shape, on the old device."""
+    """`parameter`, or a new leaf with its data where a graph from before still lives: autograd's node for the old one
+    would go on asking for gradients of the whole shape, on the old device."""
     if not parameter.requires_grad:
         return parameter
     known = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata[0]  # type: ignore[attr-defined]
