@@ -13,8 +13,7 @@ Q ?=
 ARGS ?=
 export N Q
 
-BIN := $(VENV)/bin
-RUN := $(BIN)/python
+RUN := $(VENV)/bin/python
 STAMPS := $(VENV)/tensor-parallel
 # The torch that is there is the torch that stays: without this a dependency could exchange it for a newer one.
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(STAMPS)/torch.txt
@@ -28,10 +27,10 @@ test: $(STAMPS)/dev
 	$(RUN) -m pytest $(ARGS)
 
 check: $(STAMPS)/dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -c "from importlinter.cli import lint_imports_command as run; run()"
 
 bench: $(STAMPS)/base
 	$(PIP) --editable ".[transformers]"
