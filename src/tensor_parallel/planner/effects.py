@@ -47,8 +47,8 @@ Rule = Callable[[Op], Effect]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by operator: "aten.mm.default", all overloads of "aten.mm", or an own name ("linear"). Immutable: a caller's
-    own rules make a new registry."""
+    """Rules by operator: "aten.mm.default", all overloads of "aten.mm", or an own name ("linear"). Immutable: a
+    caller's own rules make a new registry."""
 
     by_name: Mapping[str, Rule]
 

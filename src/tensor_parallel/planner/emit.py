@@ -67,7 +67,9 @@ class _Names:
         for dim in value.dims:
             for segment in normal_form(dim, {candidate.leaf: "cut"}).segments:
                 if segment.factors:
-                    behind = prod(part.size for part in segment.parts[[p.factor for p in segment.parts].index("cut") + 1 :])
+                    behind = prod(
+                        part.size for part in segment.parts[[p.factor for p in segment.parts].index("cut") + 1 :]
+                    )
                     words = noun.replace("_", " ").replace("kv", "KV")
                     return words if behind == 1 else f"{words} of {behind}"
         return noun

@@ -32,8 +32,8 @@ def _splittable(module: nn.Module) -> bool:
 
 
 def layerwise_plan(module: nn.Module, world_size: int) -> Plan:
-    """Cut every plain layer's outputs over the ranks and gather them: exact for any forward that calls its layers, at one
-    collective a layer. Layers that share a weight, and layers inside fused modules, stay whole."""
+    """Cut every plain layer's outputs over the ranks and gather them: exact for any forward that calls its layers, at
+    one collective a layer. Layers that share a weight, and layers inside fused modules, stay whole."""
     names = parameter_names(module)
     keys = {id(tensor): key for key, (tensor, _, _) in names.items()}
     shared = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)

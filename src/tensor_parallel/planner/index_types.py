@@ -159,9 +159,9 @@ def split_product(dim: Dim, leading: int) -> list[Dim]:
             if left % part.size == 0:
                 head.append(part)
             else:
-                first, *rest = split_product(part, gcd(left, part.size) if part.size % left else left)
-                head.append(first)
-                parts[:0] = rest
+                pieces = split_product(part, gcd(left, part.size) if part.size % left else left)
+                head.append(pieces[0])
+                parts[:0] = pieces[1:]
         if prod(p.size for p in head) != leading:
             raise Blocked(f"{dim} has no leading factor {leading}")
         return [product(head), product(parts)]
@@ -191,9 +191,9 @@ def _distribute(prod_dim: Dim, sum_dim: Dim) -> None:
             continue
         shared = gcd(room, last.size)
         if shared > 1:
-            first, rest = split_product(last, last.size // shared)
-            parts[-1:] = [first]
-            tail.insert(0, rest)
+            lead, behind = split_product(last, last.size // shared)
+            parts[-1:] = [lead]
+            tail.insert(0, behind)
         break
     if not tail or not parts:
         raise Blocked(f"{prod_dim} against {sum_dim}")

@@ -64,6 +64,7 @@ class Graph:
     by_leaf: dict[Dim, list[Value]] = field(default_factory=dict)
     live: list[bool] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
+    _leaves: dict[int, frozenset[Dim]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: Trace, effects: list[Effect], modules: dict[str, nn.Module]) -> Graph:
@@ -85,6 +86,7 @@ class Graph:
     def index_leaves(self) -> None:
         """Again, after leaves have become one."""
         self.by_leaf = {}
+        self._leaves.clear()
         for value in self.trace.parameters.values():
             for node in dict.fromkeys(n for dim in value.dims for n in leaves(dim)):
                 self.by_leaf.setdefault(node, []).append(value)
@@ -99,9 +101,17 @@ class Graph:
                 read.update(v.index for v in op.inputs())
         return live
 
+    def forget(self, value: Value) -> None:
+        """Its dims have changed."""
+        self._leaves.pop(value.index, None)
 
-def has(value: Value, cut: frozenset[Dim]) -> bool:
-    return any(node in cut for dim in value.dims for node in leaves(dim))
+    def has(self, value: Value, cut: frozenset[Dim]) -> bool:
+        """Whether one of the leaves occurs in the value's dims."""
+        found = self._leaves.get(value.index)
+        if found is None:
+            found = frozenset(node for dim in value.dims for node in leaves(dim))
+            self._leaves[value.index] = found
+        return not cut.isdisjoint(found)
 
 
 def dim_has(dim: Dim, cut: frozenset[Dim]) -> bool:
@@ -182,45 +192,20 @@ class Simulation:
         return self.states.get(value.index)
 
     def _forward(self) -> Island:
-        self.states: dict[int, State] = {}
-        self.conversions = self._conversions()
-        self.biases: set[str] = set()
-        self.lookups: list[Op] = []
-        self.used_as_bias: set[tuple[int, int]] = set()
-        trace, graph = self.graph.trace, self.graph
-        cut_parameters = [v for v in trace.parameters.values() if has(v, self.cut)]
+        graph = self.graph
+        self._begin()
+        cut_parameters = list({v.index: v for node in self.cut for v in graph.by_leaf.get(node, ())}.values())
         for value in cut_parameters:
             self._check_parameter(value)
             self.states[value.index] = "shard"
-        todo: list[int] = []
-        seen: set[int] = set()
-
-        def wake(value: int) -> None:
-            for op in graph.consumers.get(value, ()):
-                if op not in seen:
-                    seen.add(op)
-                    heapq.heappush(todo, op)
-
-        for value in cut_parameters:
-            wake(value.index)
-        for index in (*self.local, *(v for v in self.conversions)):
-            wake(index)
         for index in self.local:
             self.states[index] = "shard"
-        while todo:
-            op = trace.ops[heapq.heappop(todo)]
-            if not graph.live[op.index]:
-                continue
-            state = self._apply(op, graph.effects[op.index])
-            for output in op.outputs:
-                if output.index in self.local:
-                    if state == "partial":
-                        raise Fails(f"{op.name} makes a local tensor out of a partial sum")
-                    self.states[output.index] = "shard"
-                elif state is not None and (state == "partial" or has(output, self.cut)):
-                    self.states[output.index] = state
-                if output.index in self.states:
-                    wake(output.index)
+        for index in (*(v.index for v in cut_parameters), *self.local, *self.conversions):
+            self._wake(index)
+        while self.todo:
+            op = graph.trace.ops[heapq.heappop(self.todo)]
+            if graph.live[op.index]:
+                self._set_outputs(op, self._apply(op, graph.effects[op.index]))
         self._check_outputs()
         self._check_places()
         self._check_biases()
@@ -235,6 +220,33 @@ class Simulation:
             set(self.local),
             self.conversions,
         )
+
+    def _begin(self) -> None:
+        self.states: dict[int, State] = {}
+        self.conversions = self._conversions()
+        self.biases: set[str] = set()
+        self.lookups: list[Op] = []
+        self.used_as_bias: set[tuple[int, int]] = set()
+        self.todo: list[int] = []
+        self.seen: set[int] = set()
+
+    def _wake(self, value: int) -> None:
+        """Operators run in the order of the trace, each once: what they read is settled by then."""
+        for op in self.graph.consumers.get(value, ()):
+            if op not in self.seen:
+                self.seen.add(op)
+                heapq.heappush(self.todo, op)
+
+    def _set_outputs(self, op: Op, state: State | None) -> None:
+        for output in op.outputs:
+            if output.index in self.local:
+                if state == "partial":
+                    raise Fails(f"{op.name} makes a local tensor out of a partial sum")
+                self.states[output.index] = "shard"
+            elif state is not None and (state == "partial" or self.graph.has(output, self.cut)):
+                self.states[output.index] = state
+            if output.index in self.states:
+                self._wake(output.index)
 
     def _check_parameter(self, value: Value) -> None:
         for dim in value.dims:
@@ -301,20 +313,22 @@ class Simulation:
             if dim_has(as_, self.cut) and self._state(value, op.index) is None:
                 if not dim_has(value.dims[index], self.cut):
                     value.dims[index] = as_
+                    self.graph.forget(value)
                 raise _Needs("slice", value, op.index, f"{op.name} needs a slice of a constant")
         if effect.lookup is not None and dim_has(effect.lookup[2], self.cut):
             return self._lookup(op, effect)
         contracted = [dim for dim in effect.contracted if dim_has(dim, self.cut)]
         for value, state in inputs:
-            if state is None and has(value, self.cut) and not (contracted and value in effect.bias):
+            if state is None and self.graph.has(value, self.cut) and not (contracted and value in effect.bias):
                 raise _Needs("slice", value, op.index, f"{op.name} needs a slice")
-        if not contracted:
-            return "shard"
+        return self._contract(op, effect, contracted) if contracted else "shard"
+
+    def _contract(self, op: Op, effect: Effect, contracted: list[Dim]) -> State:
         for dim in contracted:
             for segment in _segments(dim):
                 if self.cut - set(segment):
                     raise Fails(f"{op.name} sums over a dim of which a segment is not cut")
-        if any(has(output, self.cut) for output in op.outputs):
+        if any(self.graph.has(output, self.cut) for output in op.outputs):
             raise Fails(f"{op.name} sums over cut units and keeps them")
         for value in effect.bias:
             self._add_bias(op, value, None)
@@ -347,7 +361,7 @@ class Simulation:
                     raise Fails(f"{op.name} adds a tensor that is no parameter to a partial sum")
                 raise _Needs("whole", partial, op.index, f"{op.name} adds a whole tensor")
             source, via = producer.inputs()[0], producer.index
-        if source.is_buffer or has(source, self.cut):
+        if source.is_buffer or self.graph.has(source, self.cut):
             raise Fails(f"{op.name} adds {source.parameter} to a partial sum")
         self.used_as_bias.add((source.index, via))
         self.biases.add(source.parameter)
@@ -364,11 +378,7 @@ class Simulation:
             if at.producer is None:
                 continue
             for source in self.graph.trace.ops[at.producer].inputs():
-                if (
-                    source.index not in seen
-                    and source.parameter is None
-                    and self._state(source, at.producer) == state
-                ):
+                if source.index not in seen and source.parameter is None and self._state(source, at.producer) == state:
                     seen.add(source.index)
                     todo.append(source)
 
@@ -376,7 +386,7 @@ class Simulation:
         state = self._state(need.value, need.op)
         assert state is not None
         kind: Literal["all_reduce", "all_gather"] = "all_reduce" if state == "partial" else "all_gather"
-        found = []
+        found: list[tuple[int, int, Place]] = []
         for value in self._chain(need.value, state):
             for call, path in self.graph.exits.get(value.index, ()):
                 if not call.first_op <= need.op < call.last_op:
@@ -413,7 +423,8 @@ class Simulation:
             return
         if effect.all_blocked or any(dim_has(d, self.cut) for d in (*effect.blocked, *effect.contracted)):
             raise Fails(f"{need.why}, and {producer.name} mixes what must be sliced")
-        before = [v for v in producer.inputs() if has(v, self.cut) and self._state(v, producer.index) is None]
+        inputs = [v for v in producer.inputs() if self.graph.has(v, self.cut)]
+        before = [v for v in inputs if self._state(v, producer.index) is None]
         if not before:
             raise Fails(f"{need.why}, and {producer.name} makes it whole")
         self._slice(_Needs("slice", before[0], producer.index, need.why))
@@ -461,7 +472,8 @@ def border_state(
     at = call.first_op if side == "in" else call.last_op
     around = {above.index for above in trace.enclosing(call.index)}
     for conversion in reversed(conversions.get(value, ())):
-        if not conversion.start <= at < conversion.stop or conversion.call == call.index and conversion.side == side:
+        own = conversion.call == call.index and conversion.side == side
+        if own or not conversion.start <= at < conversion.stop:
             continue
         inner = conversion.call not in around and call.index in {c.index for c in trace.enclosing(conversion.call)}
         if side == "in" and conversion.side == "in" and inner:
@@ -478,7 +490,19 @@ def has_dim(value: Value, dim: Dim, cut: frozenset[Dim]) -> bool:
     return any(node in wanted for own in value.dims for node in leaves(own))
 
 
-_VIEWS = ("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "alias", "t", "transpose", "permute", "_to_copy")
+_VIEWS = (
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "alias",
+    "t",
+    "transpose",
+    "permute",
+    "_to_copy",
+)
 
 
 def _is_view(op: Op) -> bool:

@@ -1,7 +1,7 @@
 """One module's calls as a trace of their own.
 
-Where the dims of a whole model leave a parameter no way to be cut (a layer whose outputs are its inputs' units), its module
-may still be cut by itself: what enters is whole, what leaves is gathered at the module's border.
+Where the dims of a whole model leave a parameter no way to be cut (a layer whose outputs are its inputs' units), its
+module may still be cut by itself: what enters is whole, what leaves is gathered at the module's border.
 """
 
 from __future__ import annotations

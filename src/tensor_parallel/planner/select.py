@@ -1,7 +1,7 @@
 """Which leaves to cut: simulate every candidate, then take the best set whose members do not clash.
 
-One number decides: bytes on the busiest device, plus each collective at a rate of exchange stated in bytes of weights that
-one would rather hold. Ties are broken by name.
+One number decides: bytes on the busiest device, plus each collective at a rate of exchange stated in bytes of weights
+that one would rather hold. Ties are broken by name.
 """
 
 from __future__ import annotations

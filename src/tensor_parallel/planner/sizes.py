@@ -94,7 +94,8 @@ def _counted(call: FunctionCall) -> Iterator[Requirement]:
 
 
 def _input(call: FunctionCall) -> Value:
-    return next(value for _, value in tensors((call.args, call.kwargs), Value))
+    first: Value = next(value for _, value in tensors((call.args, call.kwargs), Value))
+    return first
 
 
 def _positional(call: FunctionCall, index: int, name: str, default: Any = None) -> Any:
@@ -225,8 +226,8 @@ class Solver:
                 self.by_origin.setdefault(_key(origin), []).append(requirement)
 
     def twins(self, island: Island, node: Dim) -> list[Dim]:
-        """Leaves that the same integers count: one attribute read for several layers, one call in a loop over them. Such
-        leaves can only be cut together."""
+        """Leaves that the same integers count: one attribute read for several layers, one call in a loop over them.
+        Such leaves can only be cut together."""
         found: dict[Dim, None] = {}
         for value in sorted(island.touched()):
             for requirement in self.by_value.get(value, ()):
@@ -475,5 +476,3 @@ def origin_value(solver: Solver, origin: Attribute | Size) -> int:
             at = getattr(at, name)
         known = solver.originals[_key(origin)] = int(at)
     return known
-
-

@@ -1,8 +1,8 @@
 """Run a module's forward once and write down every operator, function call and module call.
 
-Two modes see the forward: a function mode (what Python code calls, with the integers it passes) and, below it, a dispatch
-mode (the operators that run). Values are real for small models; for large ones parameters and what they touch are on the
-meta device, while ids, masks and freshly made tensors stay real, since masking code looks at values.
+Two modes see the forward: a function mode (what Python code calls, with the integers it passes) and, below it, a
+dispatch mode (the operators that run). Values are real for small models; for large ones parameters and what they touch
+are on the meta device, while ids, masks and freshly made tensors stay real, since masking code looks at values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WHOLE = {
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.RNNCellBase)
 """Modules with fused paths that read their children's weights themselves."""
 
-_SIZE_READS = {torch.Tensor.shape.__get__: "shape", torch.Tensor.size: "size"}
+_SIZE_READS = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[attr-defined]
 _DEVICE_READ = torch.Tensor.device.__get__
 
 
@@ -134,7 +134,7 @@ class _Recorder:
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return -id(tensor)
 
@@ -145,9 +145,9 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, state: _Recorder, meta: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.state = state
         self.meta = meta
 
@@ -266,8 +266,8 @@ def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgumen
     elif isinstance(tree, int) and not isinstance(tree, bool):
         yield IntegerArgument(path, tree, None)
     elif isinstance(tree, slice):
-        for key in ("start", "stop", "step"):
-            yield from _integers(getattr(tree, key), (*path, key))
+        for name in ("start", "stop", "step"):
+            yield from _integers(getattr(tree, name), (*path, name))
     elif isinstance(tree, (tuple, list)):
         for key, item in enumerate(tree):
             yield from _integers(item, (*path, key))

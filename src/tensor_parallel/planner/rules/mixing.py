@@ -246,7 +246,9 @@ RULES: Mapping[str, Rule] = {
     **_table(_padded, "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d"),
     **_table(_indexed, "index"),
     **_table(_gathered, "gather", "index_select"),
-    **_table(_made, "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor"),
+    **_table(
+        _made, "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor"
+    ),
     **_table(_counted, "arange", "linspace", "rand", "randn", "randint", "randperm", "eye"),
     **_table(_read, "_local_scalar_dense", "equal", "is_nonzero", "item"),
 }

@@ -70,9 +70,7 @@ def _squeezed(op: Op) -> Effect:
 def _expanded(op: Op) -> Effect:
     x, out = _x(op), op.outputs[0]
     dims, new = own_dims(x), len(out.shape) - len(x.shape)
-    out.dims = [
-        dims[i - new] if i >= new and x.shape[i - new] == n else leaf(n) for i, n in enumerate(out.shape)
-    ]
+    out.dims = [dims[i - new] if i >= new and x.shape[i - new] == n else leaf(n) for i, n in enumerate(out.shape)]
     return Effect(linear="each", fresh=True)
 
 
@@ -81,7 +79,11 @@ def _repeated(op: Op) -> Effect:
     new = len(out.shape) - len(x.shape)
     dims = own_dims(x)
     out.dims = [
-        leaf(n) if i < new else dims[i - new] if x.shape[i - new] == n else product([leaf(n // x.shape[i - new]), dims[i - new]])
+        leaf(n)
+        if i < new
+        else dims[i - new]
+        if x.shape[i - new] == n
+        else product([leaf(n // x.shape[i - new]), dims[i - new]])
         for i, n in enumerate(out.shape)
     ]
     return Effect(linear="each", fresh=True)
