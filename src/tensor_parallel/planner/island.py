@@ -239,6 +239,8 @@ class Simulation:
 
     def _set_outputs(self, op: Op, state: State | None) -> None:
         for output in op.outputs:
+            if state == "shard":
+                self._check_once(op, output)
             if output.index in self.local:
                 if state == "partial":
                     raise Fails(f"{op.name} makes a local tensor out of a partial sum")
@@ -247,6 +249,15 @@ class Simulation:
                 self.states[output.index] = state
             if output.index in self.states:
                 self._wake(output.index)
+
+    def _check_once(self, op: Op, value: Value) -> None:
+        """Ranks hold the blocks on a diagonal where the same units stand twice in a tensor, not slices of it."""
+        if not self.graph.has(value, self.cut):
+            return
+        for node in self.cut:
+            rows = [[sum(n is node for n in row) for row in _segments(dim)] for dim in value.dims]
+            if sum(any(row) for row in rows) > 1 or any(count > 1 for row in rows for count in row):
+                raise Fails(f"{op.name} gives a tensor that has the same units twice")
 
     def _check_parameter(self, value: Value) -> None:
         for dim in value.dims:

@@ -44,6 +44,8 @@ WHOLE = {
     torch.Tensor.__matmul__: "matmul",
     torch._C._nn.scaled_dot_product_attention: "scaled_dot_product_attention",
     torch.rms_norm: "rms_norm",
+    torch.dropout: "dropout",
+    nn.functional.dropout: "dropout",
 }
 """Functions recorded as one operator, not as what they decompose into."""
 
@@ -122,6 +124,17 @@ class _Recorder:
             self.known[alias] = value
             self.pending.append((value, old, written))
 
+    def check_origin(self, tensor: torch.Tensor) -> None:
+        """What a custom autograd function returns is behind an operator whose backward nobody knows."""
+        old = self.known.get(id(tensor))
+        if old is None or not isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+            return
+        name = "custom autograd function"
+        if old.producer is None or self.trace.ops[old.producer].name != name:
+            op = Op(len(self.trace.ops), name, (old,), {}, [], self.stack[-1], None)
+            op.outputs.append(self.add(tensor, producer=op.index, constant=old.constant))
+            self.trace.ops.append(op)
+
     def flush(self) -> None:
         """Write down the unknown views behind in-place writes as operators of their own."""
         for value, old, written in self.pending:
@@ -192,7 +205,7 @@ class _Functions(TorchFunctionMode):
         if func is _DEVICE_READ and args[0].is_meta and id(args[0]) in state.known:
             return torch.device("cpu")
         for _, tensor in tensors((args, kwargs)):
-            self._check_origin(tensor)
+            state.check_origin(tensor)
         call = self._call(func, args, kwargs, sys._getframe(1))
         args, kwargs = replaced(args, int.__int__, TrackedInt), replaced(kwargs, int.__int__, TrackedInt)
         args = _plain_slices(args)
@@ -222,18 +235,6 @@ class _Functions(TorchFunctionMode):
             dim = int(kwargs.get("dim", args[1] if len(args) > 1 else 0)) % tensor.dim()
             return TrackedInt(result, Size(value.index, dim), recorder)
         return torch.Size([TrackedInt(n, Size(value.index, dim), recorder) for dim, n in enumerate(result)])
-
-    def _check_origin(self, tensor: torch.Tensor) -> None:
-        """What a custom autograd function returns is behind an operator whose backward nobody knows."""
-        if isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction) and id(tensor) in self.state.known:
-            old = self.state.known[id(tensor)]
-            producer = None if old.producer is None else self.state.trace.ops[old.producer]
-            if producer is None or producer.name != "custom autograd function":
-                op = Op(
-                    len(self.state.trace.ops), "custom autograd function", (old,), {}, [], self.state.stack[-1], None
-                )
-                op.outputs.append(self.state.add(tensor, producer=op.index, constant=old.constant))
-                self.state.trace.ops.append(op)
 
     def _call(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> FunctionCall:
         state = self.state
@@ -308,6 +309,8 @@ def _wrapped_forward(state: _Recorder, module: nn.Module, name: str) -> Callable
             else:
                 outputs = forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():
+                for _, tensor in tensors(outputs):
+                    state.check_origin(tensor)
                 outputs = replaced(outputs, lambda t: _alias(state, t) if id(t) in entered else t)
                 call.outputs = {p: state.value(t) for p, t in tensors(outputs)}
         finally:

@@ -69,6 +69,6 @@ RULES: Mapping[str, Rule] = {
     "aten.div.Tensor": _first,
     "aten.div.Scalar": _first,
     "aten.masked_fill": _masked_fill,
-    "aten.native_dropout": pointwise,
+    **dict.fromkeys(("dropout", "aten.native_dropout"), pointwise),
     **dict.fromkeys(("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"), _like),
 }

@@ -64,7 +64,8 @@ def _squeezed(op: Op) -> Effect:
     else:
         chosen = {int(d) % max(len(dims), 1) for d in (wanted if isinstance(wanted, (list, tuple)) else [wanted])}
     op.outputs[0].dims = [d for i, d in enumerate(dims) if not (i in chosen and x.shape[i] == 1)]
-    return Effect(linear="each")
+    # A dim of one local unit would vanish too.
+    return Effect(blocked=[d for i, d in enumerate(dims) if i in chosen and x.shape[i] != 1], linear="each")
 
 
 def _expanded(op: Op) -> Effect:
