@@ -33,7 +33,7 @@ def test_the_table_names_every_parameter_once():
     assert "dim 0 by hidden unit (10 units)" in text
     assert "on rank 0, zeros elsewhere" in text
     assert "added before a sum over the ranks" in text
-    assert "30 x 1" in text
+    assert "all-reduce │ 30 " in text
     assert len(text.splitlines()) < 25
 
 
@@ -55,11 +55,11 @@ def test_explain_says_cuts_borders_sizes_and_reasons():
     plan = mlp_plan()
     text = plan.explain("layers.0.down")
     assert "layers.0.down.weight (6 x 10) is cut: dim 1 by hidden unit (10 units)." in text
-    assert "units of layers.0.hidden by rank: 0-4, 5-9" in text
+    assert "units of layers.0.hidden by rank: 0-4; 5-9" in text
     assert "output is summed over the ranks (all-reduce)" in text
     assert "adds it once (added before a sum over the ranks)" in text
     assert "1 all-reduce of 144 B in one forward" in text
-    assert "0-3, 4-6, 7-9" in plan.explain("layers.0.down.weight", world_size=3)
+    assert "0-3; 4-6; 7-9" in plan.explain("layers.0.down.weight", world_size=3)
     assert "layers.1" not in text
 
 

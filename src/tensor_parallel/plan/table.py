@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import prod
@@ -11,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import RUNTIME, DimLayout, Placement, Segment, TensorLayout
+from tensor_parallel.layout import RUNTIME, DimLayout, Placement, Ranges, Segment, TensorLayout
 from tensor_parallel.plan.plan import Boundary, CallSite, Factor, ModulePlan, Plan, TensorPlan
 from tensor_parallel.plan.resolve import resolve
 
@@ -91,7 +92,8 @@ def _factor_text(segment: Segment, factors: Mapping[str, Factor]) -> str:
         factor = factors.get(part.factor)
         inner = prod(p.size for p in segment.parts[index + 1 :])
         of = "" if inner == 1 else " of run-time size" if RUNTIME in [p.size for p in segment.parts] else f" of {inner}"
-        texts.append(f"{factor.unit if factor else 'unit'} ({part.size} unit{'s' * (part.size != 1)}{of})")
+        unit = re.sub(r" of \d+$", "", factor.unit) if factor else "unit"
+        texts.append(f"{unit} ({part.size} unit{'s' * (part.size != 1)}{of})")
     return " x ".join(texts)
 
 
@@ -141,8 +143,8 @@ def plan_table(plan: Plan) -> RenderableType:
         talk.add_column(column)
     folded = fold([(t.module, (t.path, t.op, str(t.calls), bytes_text(t.nbytes))) for t in plan.traffic])
     for name, (path, op, calls, nbytes), count in folded:
-        times = f"{count} x {calls}" if count > 1 else calls
-        talk.add_row((name or "the model") + (f" [{path}]" if path else ""), op.replace("_", "-"), times, nbytes)
+        where = (name or "the model") + (f" [{path}]" if path else "")
+        talk.add_row(where, op.replace("_", "-"), str(count * int(calls)), nbytes)
     return Group(table, talk) if plan.traffic else table
 
 
@@ -158,7 +160,7 @@ def _placement_text(placement: Placement, factors: Mapping[str, Factor]) -> str:
 
 
 def _boundary_text(boundary: Boundary, entering: bool, factors: Mapping[str, Factor]) -> str:
-    name = f"input {boundary.path}" if entering else f"output {boundary.path}".rstrip()
+    name = f"its input {boundary.path}" if entering else f"its output {boundary.path}".rstrip()
     only = "" if boundary.call is None else f" (call {boundary.call} only)"
     before, after = boundary.before.kind, boundary.after.kind
     lies = _placement_text(boundary.before, factors)
@@ -177,7 +179,16 @@ def _boundary_text(boundary: Boundary, entering: bool, factors: Mapping[str, Fac
     return f"{name}{only} {what}."
 
 
-def _tensor_sentences(key: str, name: str, plan: Plan, world_size: int) -> list[str]:
+def _share_text(factor: Factor, ranges: Ranges) -> str:
+    shares = [
+        f"{start}-{stop - 1}" if stop - start > 1 else str(start) if start < stop else "none" for start, stop in ranges
+    ]
+    if all(share == (0, factor.units) for share in ranges):
+        return f"Over {len(ranges)} ranks, every rank has all {factor.units} units of {factor.name}."
+    return f"Over {len(ranges)} ranks, units of {factor.name} by rank: {'; '.join(shares)}."
+
+
+def _tensor_sentences(key: str, name: str, plan: Plan) -> list[str]:
     tensor = plan.tensors[key]
     shape = " x ".join(map(str, tensor.layout.shape)) or "a scalar"
     tied = [other for other in tensor.names if other != name]
@@ -193,10 +204,6 @@ def _tensor_sentences(key: str, name: str, plan: Plan, world_size: int) -> list[
     sentences = [f"{name} ({shape}) is cut: {layout_text(tensor.layout, plan.factors)}.{also}"]
     if tensor.gathered:
         sentences.append("It was planned without a trace: the layer is cut by itself and its output gathered.")
-    cuts = resolve(plan, world_size).cuts
-    for factor in tensor.layout.factors:
-        shares = ", ".join(f"{start}-{stop - 1}" if start < stop else "none" for start, stop in cuts[factor])
-        sentences.append(f"Over {world_size} ranks, units of {factor} by rank: {shares}.")
     return sentences
 
 
@@ -244,7 +251,10 @@ def explain(plan: Plan, name: str, world_size: int | None = None) -> str:
             f"the plan knows no module or tensor {name!r}{f' (nearest: {close[0]!r})' if close else ''}; give a dotted "
             f"name as named_modules() or named_parameters() show it"
         )
-    sentences = [s for n in found for s in _tensor_sentences(by_name[n], n, plan, world_size)]
+    sentences = [s for n in found for s in _tensor_sentences(by_name[n], n, plan)]
+    cuts = resolve(plan, world_size).cuts
+    factors = dict.fromkeys(f for n in found for f in plan.tensors[by_name[n]].layout.factors)
+    sentences += [_share_text(plan.factors[f], cuts[f]) for f in factors]
     for n in modules:
         sentences += _module_sentences(n, plan.modules[n], plan)
     for traffic in plan.traffic:

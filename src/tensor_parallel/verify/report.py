@@ -8,6 +8,7 @@ from itertools import product
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from tensor_parallel.layout import Cuts, TensorLayout
@@ -41,16 +42,15 @@ class Report:
     def __rich__(self) -> RenderableType:
         title = (
             f"{len(self.devices)} ranks: {self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
-            f"{self.gathered_fraction:.1%} split and gathered layer by layer, "
-            f"{self.collectives} collectives a forward"
+            f"{self.gathered_fraction:.1%} split and gathered layer by layer, {self.collectives} collectives a forward"
         )
-        held = Table(title=title, title_justify="left")
+        held = Table()
         for column in ("rank", "device", "parameters held", "of the model"):
             held.add_column(column, justify="right")
         for rank, (device, nbytes) in enumerate(zip(self.devices, self.bytes_per_device, strict=True)):
             share = nbytes / self.parameter_bytes if self.parameter_bytes else 0.0
             held.add_row(str(rank), device, bytes_text(nbytes), f"{share:.1%}")
-        parts: list[RenderableType] = [held, plan_table(self.plan)]
+        parts: list[RenderableType] = [Text(title, style="bold"), held, plan_table(self.plan)]
         late = {n: why for n, why in self.kept_whole.items() if self.plan.tensors[n].is_cut}
         if late and len(self.devices) > 1:
             table = Table(title="cut by the plan, but whole over these ranks", title_justify="left")
