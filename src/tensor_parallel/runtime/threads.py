@@ -16,6 +16,8 @@ from tensor_parallel.comm.joint import align_backward_order, backward_order
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.comm.threads import ThreadGroup, thread_groups
 from tensor_parallel.runtime.caller_state import CallerState, forget_casts
+from tensor_parallel.runtime.joint_random import JointRandom
+from tensor_parallel.runtime.saved_tensors import SavedTensors
 
 T = TypeVar("T")
 
@@ -121,9 +123,12 @@ class ThreadTeam:
         """The rank that runs in the calling thread; None in any other thread."""
         return self._meeting.threads.get(threading.get_ident())
 
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        """`work(rank)` in every rank's thread, under the caller's own state (grad mode, autocast, modes, context
-        variables); the results by rank. Callers in several threads take turns.
+    def run(self, work: Callable[[int], T], *, joint_random: bool = False) -> list[T]:
+        """`work(rank)` in every rank's thread, under the caller's own state (grad mode, autocast, modes, saved-tensor
+        hooks, context variables); the results by rank. Callers in several threads take turns.
+
+        joint_random: the ranks make their random calls together, so that replicated tensors get the same draws, those
+            of the unsplit model, on every rank (see joint_random.py); without it ranks race for the generator.
 
         Raises:
             BaseException: the first one that a rank raised, itself, with a note that names the rank; the other ranks
@@ -132,8 +137,16 @@ class ThreadTeam:
         """
         self._check_usable()
         state = CallerState.capture(self._types, self._cuda)
+        saved = SavedTensors.of_caller(self.world_size)
+        if saved is not None:
+            work = saved.around(work)
+        if joint_random:
+            work = self._drawing_jointly(work)
         with self._lock:
-            return self._run(work, state)
+            results = self._run(work, state)
+        if saved is not None:
+            saved.hand_over()
+        return results
 
     def close(self) -> None:
         """End the threads. A team that is dropped is closed."""
@@ -141,6 +154,15 @@ class ThreadTeam:
         if self.rank_here() is None and os.getpid() == self._pid:
             for thread in self._threads:
                 thread.join()
+
+    def _drawing_jointly(self, work: Callable[[int], T]) -> Callable[[int], T]:
+        groups = self.groups
+
+        def together(rank: int) -> T:
+            with JointRandom(groups[rank]):
+                return work(rank)
+
+        return together
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
