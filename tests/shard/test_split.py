@@ -474,3 +474,44 @@ def test_an_id_that_is_no_row_is_refused_as_by_the_unsplit_model(ranks):
             with pytest.raises(IndexError):
                 model(bad)
     torch.testing.assert_close(split(ids)["logits"], reference(ids)["logits"])
+
+
+class Noisy(nn.Module):
+    """Draws in training (dropout) and, where asked, always (a sample)."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.mlp = MLP(6, 5, 6)
+        self.drop = nn.Dropout(0.5)
+        self.samples = samples
+
+    def forward(self, x):
+        x = self.drop(self.mlp(self.drop(x)))
+        return x + torch.randn_like(x) if self.samples else x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicated_draws_are_the_unsplit_models(ranks, training):
+    reference = noisy(Noisy(samples=not training)).train(training)
+    plan = mlp_plan(reference.mlp)
+    cuts = {f"mlp.{k}": dict(enumerate(t.layout.dims)) for k, t in plan.tensors.items()}
+    whole = Plan(
+        plan.factors,
+        tensor_plans(reference, cuts, {"mlp.down.bias"}),
+        {f"mlp.{k}": m for k, m in plan.modules.items()},
+    )
+    split = tp.tensor_parallel(copy.deepcopy(reference), [DEVICE] * ranks, whole)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for seed in range(3):
+        found = []
+        for model in (reference, split):
+            torch.manual_seed(seed)
+            out = model(x)
+            model.zero_grad()
+            out.square().sum().backward()
+            found.append((out, torch.rand(1)))
+        torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=1e-12)
+        gradients = tp.full_gradients(split)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=name)

@@ -51,6 +51,8 @@ class SplitModule(nn.Module):
         if name in self._modules or name in self._parameters:
             self._note_change(slot, name)
         elif _is_plain(value):
+            if name == "training":
+                slot.shards.training = None
             for peer in slot.peers():
                 setattr(peer, name, value)
 

@@ -178,7 +178,7 @@ def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
     would go on asking for gradients of the whole shape, on the old device."""
     if not parameter.requires_grad:
         return parameter
-    known = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata[0]  # type: ignore[attr-defined]
+    known = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata[0]
     if known.shape == parameter.shape and known.device == parameter.device:
         return parameter
     leaf = nn.Parameter(parameter.data)

@@ -86,6 +86,8 @@ class ModelShards:
     borders_by_call: list[list[Any]] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
     changed: str = ""
+    training: bool | None = None
+    draws: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
 
     @property
@@ -152,6 +154,13 @@ class ModelShards:
         for index, by_rank_copy in zip(wanted, made, strict=True):
             copies[index] = by_rank_copy
         return copies
+
+    def is_training(self) -> bool:
+        """Whether any module is in training mode (kept until a mode changes)."""
+        if self.training is None:
+            found = (reference() for reference in self.visible.values())
+            self.training = any(module is not None and module.training for module in found)
+        return self.training
 
     def _check_held(self) -> None:
         if self.changed:

@@ -22,8 +22,8 @@ class Team(Protocol):
     @property
     def groups(self) -> Sequence[Group]: ...
 
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """`work(rank)` on every rank at once; the results by rank."""
+    def run(self, work: Callable[[int], Any], *, joint_random: bool = False) -> list[Any]:
+        """`work(rank)` on every rank at once; the results by rank. joint_random: ranks draw random numbers together."""
         ...
 
     def rank_here(self) -> int | None:
