@@ -12,7 +12,7 @@ from tensor_parallel.plan import Plan
 from tensor_parallel.planner.effects import Effect, Rule, Rules, infer
 from tensor_parallel.planner.emit import emit
 from tensor_parallel.planner.fallback import layerwise_plan
-from tensor_parallel.planner.island import Graph
+from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.isolate import closed, isolated
 from tensor_parallel.planner.rules import DEFAULT_RULES
 from tensor_parallel.planner.select import Choice, Exchange, choose

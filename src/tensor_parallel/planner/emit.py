@@ -7,8 +7,9 @@ from math import prod
 
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
 from tensor_parallel.plan import Boundary, CallSite, Factor, LocalSize, Lookup, ModulePlan, Plan, TensorPlan, Traffic
+from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Cut, Dim, leaves, normal_form
-from tensor_parallel.planner.island import Graph, Side, State, border_state
+from tensor_parallel.planner.island import Side, State, border_state
 from tensor_parallel.planner.records import ModuleCall, Value
 from tensor_parallel.planner.select import Candidate, Choice
 

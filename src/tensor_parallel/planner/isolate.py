@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tensor_parallel.planner.effects import Rules, infer
-from tensor_parallel.planner.island import Graph
+from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.records import FunctionCall, ModuleCall, Op, Trace, Value, replaced
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
+from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Dim, find, leaves
-from tensor_parallel.planner.island import Fails, Graph, Island, Simulation
+from tensor_parallel.planner.island import Island
 from tensor_parallel.planner.records import Value
+from tensor_parallel.planner.simulate import Fails, Simulation
 from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
 
 

@@ -23,13 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensor_parallel.errors import TraceError
 from tensor_parallel.plan import source
 from tensor_parallel.planner.integers import Size, TrackedInt, tracked_attributes
+from tensor_parallel.planner.recorder import Recorder
 from tensor_parallel.planner.records import (
     FunctionCall,
     IntegerArgument,
     ModuleCall,
-    Op,
     Trace,
-    Value,
     replaced,
     tensors,
 )
@@ -56,110 +55,8 @@ _SIZE_READS = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[at
 _DEVICE_READ = torch.Tensor.device.__get__
 
 
-class _Recorder:
-    """State of one trace, shared by both modes."""
-
-    def __init__(self, trace: Trace, module: nn.Module, names: Mapping[int, str]) -> None:
-        self.trace = trace
-        self.names = names
-        self.known: dict[int, Value] = {}
-        self.geometry: dict[tuple[Any, ...], int] = {}
-        self.pending: list[tuple[Value, Value, Value]] = []
-        self.storages: dict[int, list[int]] = {}
-        self.alive: list[Any] = []
-        self.stack: list[int] = []
-        self.counts: dict[str, int] = {}
-        self.function_call: int | None = None
-        self.silent = 0
-        self.number = len(trace.roots())
-
-    def value(self, tensor: torch.Tensor) -> Value:
-        found = self.known.get(id(tensor))
-        if found is None and (twin := self.geometry.get(_geometry(tensor))) is not None:
-            # Autograd hands out another tensor object for a view than the one that the dispatcher saw.
-            found = self.known[twin]
-            self._keep(tensor, found)
-        return found if found is not None else self.add(tensor)
-
-    def _keep(self, tensor: torch.Tensor, value: Value) -> None:
-        if id(tensor) not in self.known:
-            self.alive.append(tensor)
-            self.storages.setdefault(_storage(tensor), []).append(id(tensor))
-        self.known[id(tensor)] = value
-        self.geometry[_geometry(tensor)] = id(tensor)
-
-    def add(self, tensor: torch.Tensor, **facts: Any) -> Value:
-        value = Value(len(self.trace.values), tuple(tensor.shape), tensor.dtype, **facts)
-        self.trace.values.append(value)
-        self._keep(tensor, value)
-        return value
-
-    def add_parameter(self, key: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-        if key in self.trace.parameters:
-            self._keep(tensor, self.trace.parameters[key])
-            return
-        constant = is_buffer
-        self.trace.parameters[key] = self.add(tensor, parameter=key, is_buffer=is_buffer, constant=constant)
-
-    def record(self, name: str, args: Any, kwargs: Any, outputs: Any, overload: Any = None) -> None:
-        args, kwargs = replaced(args, self.value), replaced(kwargs, self.value)
-        op = Op(len(self.trace.ops), name, args, kwargs, [], self.stack[-1] if self.stack else 0, self.function_call)
-        op.overload = overload
-        inputs = op.inputs()
-        for _, tensor in tensors(outputs):
-            written = id(tensor) in self.known
-            aliases = [a for a in self.storages.get(_storage(tensor), []) if a != id(tensor)] if written else []
-            value = self.add(tensor, producer=op.index, constant=all(v.constant for v in inputs))
-            op.outputs.append(value)
-            if aliases:
-                self._written_through(value, aliases)
-        self.trace.ops.append(op)
-
-    def _written_through(self, written: Value, aliases: Sequence[int]) -> None:
-        """An in-place write changed every view of the storage: what they hold now is unknown."""
-        for alias in aliases:
-            old = self.known[alias]
-            value = Value(len(self.trace.values), old.shape, old.dtype, constant=old.constant and written.constant)
-            self.trace.values.append(value)
-            self.known[alias] = value
-            self.pending.append((value, old, written))
-
-    def check_origin(self, tensor: torch.Tensor) -> None:
-        """What a custom autograd function returns is behind an operator whose backward nobody knows."""
-        old = self.known.get(id(tensor))
-        if old is None or not isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
-            return
-        name = "custom autograd function"
-        if old.producer is None or self.trace.ops[old.producer].name != name:
-            op = Op(len(self.trace.ops), name, (old,), {}, [], self.stack[-1], None)
-            op.outputs.append(self.add(tensor, producer=op.index, constant=old.constant))
-            self.trace.ops.append(op)
-
-    def flush(self) -> None:
-        """Write down the unknown views behind in-place writes as operators of their own."""
-        for value, old, written in self.pending:
-            index = len(self.trace.ops)
-            value.producer = index
-            at = self.stack[-1] if self.stack else 0
-            self.trace.ops.append(Op(index, "view of a tensor written in place", (old, written), {}, [value], at, None))
-        self.pending.clear()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return -id(tensor)
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return (_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, state: _Recorder, meta: bool) -> None:
+    def __init__(self, state: Recorder, meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state
         self.meta = meta
@@ -191,7 +88,7 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, state: _Recorder) -> None:
+    def __init__(self, state: Recorder) -> None:
         super().__init__()
         self.state = state
 
@@ -274,7 +171,7 @@ def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgumen
             yield from _integers(item, (*path, key))
 
 
-def _locate(call: FunctionCall, frame: FrameType, state: _Recorder) -> None:
+def _locate(call: FunctionCall, frame: FrameType, state: Recorder) -> None:
     """Which method of which module the call stands in, for a call-site override."""
     owner = source.method_frame(frame).f_locals.get("self")
     if isinstance(owner, nn.Module) and id(owner) in state.names:
@@ -283,7 +180,7 @@ def _locate(call: FunctionCall, frame: FrameType, state: _Recorder) -> None:
         call.position = source.call_position(frame)
 
 
-def _wrapped_forward(state: _Recorder, module: nn.Module, name: str) -> Callable[..., Any]:
+def _wrapped_forward(state: Recorder, module: nn.Module, name: str) -> Callable[..., Any]:
     forward = module.forward
     signature = inspect.signature(forward)
 
@@ -322,7 +219,7 @@ def _wrapped_forward(state: _Recorder, module: nn.Module, name: str) -> Callable
     return traced
 
 
-def _alias(state: _Recorder, tensor: torch.Tensor) -> torch.Tensor:
+def _alias(state: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     """A module that hands on its input: the output becomes a tensor of its own, so that the two can lie differently."""
     with torch.no_grad() if not tensor.requires_grad else contextlib.nullcontext():
         state.silent += 1
@@ -334,7 +231,7 @@ def _alias(state: _Recorder, tensor: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _opaque(state: _Recorder, module: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+def _opaque(state: Recorder, module: nn.Module, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
     state.silent += 1
     try:
         with torch._C.DisableTorchFunction():
@@ -360,7 +257,7 @@ def _named_inputs(signature: inspect.Signature, args: Any, kwargs: Any) -> Itera
 
 
 @contextlib.contextmanager
-def _instrumented(state: _Recorder, names: Mapping[str, nn.Module]) -> Iterator[None]:
+def _instrumented(state: Recorder, names: Mapping[str, nn.Module]) -> Iterator[None]:
     wrapped = []
     try:
         for name, module in names.items():
@@ -468,7 +365,7 @@ def _trace(module: nn.Module, examples: Sequence[Any], *, meta: bool) -> Trace:
         stack.enter_context(tracked_attributes(module, result.recorder))
         keys = parameter_names(module)
         for example in examples:
-            state = _Recorder(result, module, names)
+            state = Recorder(result, module, names)
             for key, (tensor, _, is_buffer) in keys.items():
                 state.add_parameter(key, tensor, is_buffer)
             _run(state, module, modules, _moved(example, device), meta)
@@ -482,7 +379,7 @@ def _moved(example: Any, device: torch.device) -> Any:
     return replaced(example, lambda t: t.detach().to(device))
 
 
-def _run(state: _Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:
+def _run(state: Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     with _instrumented(state, modules), torch.enable_grad(), _Operators(state, meta), _Functions(state):
         module(*args, **kwargs)
