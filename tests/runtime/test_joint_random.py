@@ -29,6 +29,11 @@ def attention() -> torch.Tensor:
     return out[0]
 
 
+def lstm() -> torch.Tensor:
+    out, _ = torch.nn.LSTM(6, 2, 2, dropout=0.5)(X)
+    return out.detach()
+
+
 DRAWS: dict[str, Callable[[], Any]] = {
     "dropout": lambda: F.dropout(X, 0.5),
     "module": lambda: torch.nn.Dropout(0.3)(X),
@@ -44,7 +49,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "bernoulli": X.sigmoid().bernoulli,
     "gumbel": partial(F.gumbel_softmax, X),
     "rrelu": partial(F.rrelu, X, training=True),
-    "lstm": lambda: torch.nn.LSTM(6, 2, 2, dropout=0.5)(X)[0].detach(),
+    "lstm": lstm,
 }
 
 

@@ -38,13 +38,13 @@ def align_backward_order(order: int) -> None:
 def add_in_order(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The sum on `device`, added from the left; where half precision would round more than once, in float32. One part
     alone comes back as it is."""
-    first = parts[0].to(device)
+    first = parts[0] if parts[0].device == device else parts[0].to(device)
     if len(parts) == 1:
         return first
     wide = len(parts) > 2 and first.dtype in (torch.float16, torch.bfloat16)
     total = first.float() if wide else first
     for part in parts[1:]:
-        total = total + part.to(device)
+        total = total + (part if part.device == device else part.to(device))
     return total.to(first.dtype) if wide else total
 
 

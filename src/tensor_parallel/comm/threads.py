@@ -33,11 +33,11 @@ class _Meeting(Rendezvous):
 
     def sum_up(self, values: list[tuple[torch.Tensor, bool]]) -> Sequence[torch.Tensor]:
         parts = [tensor if contributes else None for tensor, contributes in values]
-        present = [part for part in parts if part is not None]
-        if not present:
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
             return [torch.zeros_like(tensor) for tensor, _ in values]
-        first = present[0]
-        if any(part.shape != first.shape or part.dtype != first.dtype for part in present):
+        shape, dtype = first.shape, first.dtype
+        if any([part is not None and (part.shape != shape or part.dtype != dtype) for part in parts]):
             raise CollectiveError(f"all_reduce of different tensors: {_each(parts)}; all must have one shape and dtype")
         return sum_to_ranks(parts, self.devices, self._everyone, self.inside)  # type: ignore[return-value]
 

@@ -34,8 +34,8 @@ class _Slot:
         if not tensor.is_inference() and tensor._version != self.version:
             raise RuntimeError(
                 f"a {tuple(tensor.shape)} tensor that autograd saved was changed in place later in the same forward; "
-                "under saved-tensor hooks of the caller a split model cannot keep its earlier value: make the change out "
-                "of place"
+                "under saved-tensor hooks of the caller a split model cannot keep its earlier value: change "
+                "it out of place"
             )
         self.packed = hook(tensor)
 
