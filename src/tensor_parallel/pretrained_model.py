@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from tensor_parallel.shard import Adapter, shards_of
+from tensor_parallel.shard import Adapter, ModelShards
 from tensor_parallel.shard.shards import plain_name
 from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
+
+
+class PreTrainedAdapter(CacheAdapter):
+    """What calls of transformers models need beside tensors: caches, and an answer to output_attentions."""
+
+    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
+        asked = kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(module, "config", None), "output_attentions", False)
+        if asked and shards.world_size > 1 and any(tensor.is_cut for tensor in shards.tensors.values()):
+            raise NotImplementedError(
+                "output_attentions of a split model is not there yet: each rank has its own heads'; "
+                "leave it out, or take the attentions from an unsplit model"
+            )
 
 
 class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: ignore[misc]
@@ -18,14 +33,6 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
 
     `generate` runs its one loop in the caller's thread; only forwards go to the ranks.
     """
-
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if self._tp_slot.rank_here() is None and _asks_for_attentions(self, kwargs):
-            raise NotImplementedError(
-                "output_attentions of a split model is not there yet: each rank has its own heads'; "
-                "leave it out, or take the attentions from an unsplit model"
-            )
-        return super()._call_impl(*args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As for the unsplit model: every part counts with its parameter."""
@@ -48,12 +55,4 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:
-        return [CacheAdapter()]
-
-
-def _asks_for_attentions(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    asked = kwargs.get("output_attentions")
-    if asked is None:
-        asked = getattr(model.config, "output_attentions", False)
-    shards = shards_of(model)
-    return bool(asked) and shards.world_size > 1 and any(t.is_cut for t in shards.tensors.values())
+        return [PreTrainedAdapter()]

@@ -137,11 +137,31 @@ def test_a_parameter_replaced_after_the_split_is_refused():
         split(x)
 
 
-def test_a_module_replaced_after_the_split_is_refused():
+CHANGES = {
+    "module": lambda m: setattr(m, "act", nn.ReLU()),
+    "new module": lambda m: setattr(m, "extra", nn.Linear(2, 2)),
+    "added": lambda m: m.add_module("extra", nn.Linear(2, 2)),
+    "deleted": lambda m: delattr(m, "act"),
+    "new parameter": lambda m: setattr(m.norm, "extra", nn.Parameter(torch.ones(2))),
+    "deleted parameter": lambda m: delattr(m.norm, "bias"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_after_the_split_are_refused(change):
     _, split, (x,) = pair("mlp", 2)
-    split.act = nn.ReLU()
-    with pytest.raises(NotImplementedError, match="act"):
+    CHANGES[change](split)
+    with pytest.raises(NotImplementedError, match="after the split"):
         split(x)
+
+
+def test_assigning_what_is_there_already_changes_nothing():
+    reference, split, (x,) = pair("tied", 2)
+    split.head.weight = split.embed.weight
+    split.norm = split.norm
+    split.config = dataclass_like = type("Config", (), {"width": 3})()
+    assert all(tree.config is dataclass_like for tree in shards_of(split).trees)
+    torch.testing.assert_close(split(x)["logits"], reference(x)["logits"])
 
 
 class Live(TorchDispatchMode):

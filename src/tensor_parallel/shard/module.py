@@ -46,23 +46,43 @@ class SplitModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         slot = self.__dict__.get("_tp_slot")
-        if slot is None or slot.rank or slot.rank_here() is not None or name.startswith("_tp_"):
+        if slot is None or slot.rank or slot.loading or slot.rank_here() is not None:
             return
         if name in self._modules or name in self._parameters:
             self._note_change(slot, name)
+        elif "config" in name and hasattr(value, "__dict__"):
+            for peer in slot.peers():
+                setattr(peer, name, value)
         elif _is_plain(value):
             if name == "training":
                 slot.shards.training = None
             for peer in slot.peers():
                 setattr(peer, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        known = name in self._modules or name in self._parameters
+        super().__delattr__(name)
+        slot = self._tp_slot
+        if slot.rank == 0 and known and slot.rank_here() is None:
+            slot.shards.changed = f"{type(self).__name__}.{name}"
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        slot = self.__dict__.get("_tp_slot")
+        if slot is not None and slot.rank == 0 and slot.rank_here() is None:
+            self._note_change(slot, name)
+
     def _note_change(self, slot: Slot, name: str) -> None:
+        """Remember that what the user sees is no longer what the other ranks have; the next run refuses."""
         shards = slot.shards
-        full = f"{slot.name}.{name}" if slot.name else name
-        if name in self._modules:
-            before = shards.visible.get(full)
-            if before is None or before() is not self._modules[name]:
-                shards.changed = f"module {full}"
+        if name in self._parameters:
+            parameter = self._parameters[name]
+            same = parameter is None or id(parameter) in shards.key_of
+        else:
+            known = slot.children.get(name)
+            same = known is not None and known() is self._modules[name]
+        if not same:
+            shards.changed = f"{slot.name}.{name}" if slot.name else name
 
     # State
 

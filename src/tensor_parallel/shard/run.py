@@ -27,7 +27,17 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
         )
     shards = slot.shards
     name = slot.name
+    for adapter in shards.adapters:
+        adapter.refuse(module, kwargs, shards)
     inputs = spread_inputs((args, kwargs), shards)
+    with shards.lock:
+        outputs = _run_prepared(shards, name, inputs)
+    for adapter in shards.adapters:
+        adapter.adopt(outputs, shards)
+    return to_output_device(outputs[0], shards)
+
+
+def _run_prepared(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     copies = shards.prepare()
 
     def work(rank: int) -> Any:
@@ -37,12 +47,9 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
             return enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
 
     try:
-        outputs = _run(shards, name, work)
+        return _run(shards, name, work)
     finally:
         shards.note_buffers()
-    for adapter in shards.adapters:
-        adapter.adopt(outputs, shards)
-    return to_output_device(outputs[0], shards)
 
 
 def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any]:

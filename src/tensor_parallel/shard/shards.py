@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ Tensors = dict[str, torch.Tensor | None]
 
 class Adapter(Protocol):
     """Objects that a forward takes or gives and of which every rank needs its own: caches."""
+
+    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
+        """Raise NotImplementedError where this call of `module` would give one rank's part for the whole."""
+        ...
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
         """One object a rank for `value`, None where it is no such object."""
@@ -68,6 +73,7 @@ class ModelShards:
     tensors: by key (the tensor's first name in the unsplit model).
     visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.
     peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
+    lock: runs take turns.
     """
 
     resolved: ResolvedPlan
@@ -89,6 +95,7 @@ class ModelShards:
     training: bool | None = None
     draws: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def world_size(self) -> int:
@@ -142,9 +149,6 @@ class ModelShards:
                 if len(split.pieces) > 1:
                     _follow(split)
         self._hand_buffers_on()
-        for by_rank in self.borders_by_call:
-            for borders in by_rank:
-                borders.calls = 0
         wanted = [i for i, s in enumerate(self.shared) if not s.one_device or (grad and s.leaf.requires_grad)]
         copies: list[dict[int, torch.Tensor] | None] = [None] * len(self.shared)
         if not wanted:
@@ -175,6 +179,8 @@ class ModelShards:
     def bound(self, rank: int, copies: list[dict[int, torch.Tensor] | None]) -> Iterator[None]:
         """`rank`'s tree with its copies in place."""
         placed: list[Binding] = []
+        for borders in self.borders_by_call[rank]:
+            borders.calls = 0
         try:
             for binding in self.bindings[rank]:
                 made = copies[binding.shared]
@@ -239,7 +245,20 @@ class Slot:
     A visible module's slot keeps the split model's data alive; a hidden one's refers to it weakly.
     """
 
-    __slots__ = ("_owned", "_seen", "inside", "name", "outside", "own_forward", "parts", "pending", "rank", "rank_here")
+    __slots__ = (
+        "_owned",
+        "_seen",
+        "children",
+        "inside",
+        "loading",
+        "name",
+        "outside",
+        "own_forward",
+        "parts",
+        "pending",
+        "rank",
+        "rank_here",
+    )
 
     def __init__(self, shards: ModelShards, rank: int, name: str, own_forward: Callable[..., Any]) -> None:
         self._owned = shards if rank == 0 else None
@@ -248,10 +267,12 @@ class Slot:
         self.name = name
         self.rank_here = shards.team.rank_here
         self.own_forward = own_forward
+        self.children: dict[str, weakref.ref[nn.Module]] = {}
         self.inside: Any = None
         self.outside: Any = None
         self.parts = ""
         self.pending: Any = None
+        self.loading = False
 
     @property
     def shards(self) -> ModelShards:

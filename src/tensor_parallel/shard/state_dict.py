@@ -57,10 +57,12 @@ def load_whole(module: nn.Module, slot: Slot, assign: bool) -> Iterator[None]:
     own = {name: empty.get(name, p) for name, p in parameters.items() if MARK not in name}
     _replace(module._parameters, own)
     _replace(module._buffers, {name: empty.get(name, b) for name, b in buffers.items()})
+    slot.loading = True
     try:
         yield
         loaded = {**module._buffers, **module._parameters}
     finally:
+        slot.loading = False
         _replace(module._parameters, parameters)
         kept = {n: b if n in cut_tensors else module._buffers.get(n, b) for n, b in buffers.items()}
         _replace(module._buffers, kept)

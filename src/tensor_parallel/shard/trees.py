@@ -251,6 +251,7 @@ def _register_parts(child: nn.Module, shards: ModelShards) -> None:
 
 def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -> None:
     """Swap every module's class and give it its slot."""
+    shards.borders_by_call = [[] for _ in shards.devices]
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
     for path, child in list(module.named_modules()):
@@ -264,13 +265,13 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])
+            slot.children = {name: weakref.ref(part) for name, part in own._modules.items() if part is not None}
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             slot.inside = compile_borders(plan, own, signature, view, outside=False)
             slot.outside = compile_borders(plan, own, signature, view, outside=True)
             slot.parts = shows_parts(plan)
             by_call = [b for b in (slot.inside, slot.outside) if b is not None and b.by_call]
-            if by_call:
-                shards.borders_by_call.append(by_call)
+            shards.borders_by_call[rank].extend(by_call)
             own.__class__ = classes[key]
             own.__dict__["_tp_slot"] = slot
             localise_sizes(own, classes[key], plan, rank, shards)

@@ -7,9 +7,10 @@ subclass made on the fly that hands on what changes a cache from outside (`crop`
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from tensor_parallel.errors import TensorParallelError
@@ -29,6 +30,9 @@ _CACHES = (Cache, EncoderDecoderCache)
 
 class CacheAdapter:
     """Gives each rank its own cache for the caller's one; see `shard.Adapter`."""
+
+    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
+        """Caches refuse nothing by the call alone."""
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
         """The ranks' caches for the caller's `value`, which is adopted at its first use.
