@@ -535,3 +535,31 @@ def test_replicated_draws_are_the_unsplit_models(ranks, training):
         gradients = tp.full_gradients(split)
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied", "one kv"])
+def test_copies_on_other_devices_are_made_anew_for_each_run(case, monkeypatch):
+    """Several devices, as far as one kind of device can show it: leaves are then copied with and without gradients."""
+    reference, split, inputs = pair(case, 3)
+    for shared in shards_of(split).shared:
+        shared.one_device = False
+    for model in (reference, split):
+        with torch.no_grad():
+            before = tensors(model(*inputs))[0]
+            for name, parameter in model.named_parameters():
+                if name.startswith(("norm", "q_norm")):
+                    parameter.add_(1.0)
+        after = tensors(model(*inputs))[0]
+        after.square().sum().backward()
+        assert not torch.equal(before, after)
+        found = (before, after)
+        if model is reference:
+            expected = found
+    torch.testing.assert_close(found, expected)
+    gradients = tp.full_gradients(split)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+    for rank, bindings in enumerate(shards_of(split).bindings):
+        for binding in bindings:
+            leaf = shards_of(split).shared[binding.shared].leaf
+            assert binding.holder[binding.name] is leaf, (rank, binding.name)
