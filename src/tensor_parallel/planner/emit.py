@@ -83,11 +83,12 @@ class _Emitter:
         for candidate in choice.chosen:
             self.factor_names.add(candidate)
         self.cut = self.factor_names.cut
-        self.by_value: dict[int, Candidate] = {}
+        self.by_value: dict[int, list[Candidate]] = {}
         self.places: dict[tuple[str, str, str], tuple[Candidate, str]] = {}
         self.parameters = dict(graph.trace.parameters)
         for candidate in choice.chosen:
-            self.by_value.update(dict.fromkeys(candidate.island.touched(), candidate))
+            for index in candidate.island.touched():
+                self.by_value.setdefault(index, []).append(candidate)
             self.places.update({place: (candidate, kind) for place, kind in candidate.island.places.items()})
             self.parameters.update((key, candidate.graph.trace.parameters[key]) for key in candidate.island.parameters)
 
@@ -135,7 +136,7 @@ class _Emitter:
         rank = len(value.shape)
         dims = [
             (i - rank, normal_form(dim, cut, candidate.graph.by_leaf))
-            for i, dim in enumerate(value.dims)
+            for i, dim in enumerate(candidate.island.dims.get(value.index, value.dims))
             if any(node in cut for node in leaves(dim))
         ]
         return Placement("shard", tuple(dims))
@@ -147,18 +148,15 @@ class _Emitter:
             states: dict[str, State] = {"all_reduce": "partial", "all_gather": "shard", "slice": "shard"}
             lies = self._placement(value, states[kind], candidate)
             return (REPLICATE, lies) if kind == "slice" else (lies, REPLICATE)
-        owner = self.by_value.get(value.index)
-        if owner is None:
-            return None
-        if owner.graph is not self.graph:
-            # A module planned by itself: only its own borders speak of its own numbering.
-            return None
-        island = owner.island
-        state = border_state(self.graph.trace, island.states, island.conversions, value.index, call, side)
-        if state is None:
-            return None
-        lies = self._placement(value, state, owner)
-        return lies, lies
+        for owner in self.by_value.get(value.index, ()):
+            # A module planned by itself numbers its operators anew: only its own borders speak of it.
+            if owner.graph is self.graph:
+                island = owner.island
+                state = border_state(self.graph.trace, island.states, island.conversions, value.index, call, side)
+                if state is not None:
+                    lies = self._placement(value, state, owner)
+                    return lies, lies
+        return None
 
     def _boundaries(self, calls: Sequence[ModuleCall], side: Side) -> tuple[Boundary, ...]:
         found: dict[str, dict[int, tuple[Placement, Placement]]] = {}

@@ -63,10 +63,6 @@ class Graph:
                 read.update(v.index for v in op.inputs())
         return live
 
-    def forget(self, value: Value) -> None:
-        """Its dims have changed."""
-        self._leaves.pop(value.index, None)
-
     def has(self, value: Value, cut: frozenset[Dim]) -> bool:
         """Whether one of the leaves occurs in the value's dims."""
         found = self._leaves.get(value.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,20 +34,21 @@ Conversions = dict[int, list[Conversion]]
 class Island:
     """A candidate that holds: what is cut, and what its exactness takes.
 
-    states: of every tensor that is not replicated as it is made.  sliced: tensors that enter somewhere as slices.
+    states: of every tensor that is not replicated as it is made.
     places: borders where ranks talk or slice.  biases: parameters that rank 0 alone uses.
     lookups: embedding operators whose rows are cut.  local: values made from sizes that must be local.
+    dims: of constants that are sliced here, as what they meet.
     """
 
     cut: frozenset[Dim]
     states: dict[int, State]
-    sliced: set[int]
     places: dict[Place, Literal["all_reduce", "all_gather", "slice"]]
     parameters: list[str]
     biases: set[str]
     lookups: list[Op]
     local: set[int]
     conversions: Conversions
+    dims: dict[int, list[Dim]]
 
     def state_at(self, value: int, op: int) -> State | None:
         """The value's state as the operator `op` meets it."""
@@ -55,8 +57,14 @@ class Island:
                 return conversion.state
         return self.states.get(value)
 
+    def crossings(self) -> Iterator[tuple[int, Conversion]]:
+        """(value, conversion) of every tensor that enters a module call as a slice."""
+        for value, conversions in self.conversions.items():
+            yield from ((value, conversion) for conversion in conversions if conversion.state == "shard")
+
     def touched(self) -> set[int]:
-        return set(self.states) | self.sliced
+        """Every value that is not replicated somewhere."""
+        return set(self.states) | {value for value, _ in self.crossings()}
 
 
 def border_state(

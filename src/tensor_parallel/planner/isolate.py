@@ -18,7 +18,7 @@ def closed(graph: Graph, name: str) -> bool:
     trace = graph.trace
     spans = [(call.first_op, call.last_op) for call in graph.calls.get(name, ())]
     own = _own_parameters(graph, name)
-    return bool(own) and all(
+    return bool(own and spans) and all(
         value.parameter not in trace.opaque
         and all(any(a <= op < b for a, b in spans) for op in graph.consumers.get(value.index, ()))
         for value in own
@@ -75,7 +75,7 @@ class _Copy:
                 self._op(op, offset)
             for call in inner:
                 self._module_call(call, root, offset)
-        self.trace.sizes = {i: self.values[i] for i in self.source.sizes if i in self.values}
+        self.trace.sizes = {i: self.values.get(i, value) for i, value in self.source.sizes.items()}
         effects = infer(self.trace.ops, rules)
         return Graph.of(self.trace, effects, self.graph.modules)
 

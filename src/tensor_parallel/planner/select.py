@@ -13,7 +13,7 @@ from math import prod
 
 from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Dim, find, leaves
-from tensor_parallel.planner.island import Island
+from tensor_parallel.planner.island import Conversion, Island
 from tensor_parallel.planner.records import Value
 from tensor_parallel.planner.simulate import Fails, Simulation
 from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
@@ -182,6 +182,7 @@ class Taken:
         self.parameters: dict[str, str] = {}
         self.biases: dict[str, str] = {}
         self.values: dict[int, str] = {}
+        self.slices: dict[int, list[tuple[Conversion, str]]] = {}
         self.places: dict[tuple[str, str, str], str] = {}
 
     def clash(self, candidate: Candidate) -> str:
@@ -197,6 +198,12 @@ class Taken:
         for index in island.touched() | entering:
             if other := self.values.get(index):
                 return f"shares a tensor with {other}, which cuts or sums it differently"
+        for index in (set(island.states) | entering) & set(self.slices):
+            return f"shares a tensor with {self.slices[index][0][1]}, which slices it"
+        for index, own in island.crossings():
+            for taken, other in self.slices.get(index, ()):
+                if own.start < taken.stop and taken.start < own.stop:
+                    return f"shares a tensor with {other}, which slices it differently"
         for place in island.places:
             if other := self.places.get(place):
                 return f"shares the border {place} with {other}"
@@ -210,7 +217,9 @@ class Taken:
         island = candidate.island
         self.parameters.update(dict.fromkeys(island.parameters, candidate.name))
         self.biases.update(dict.fromkeys(island.biases, candidate.name))
-        self.values.update(dict.fromkeys(island.touched(), candidate.name))
+        self.values.update(dict.fromkeys(island.states, candidate.name))
+        for index, conversion in island.crossings():
+            self.slices.setdefault(index, []).append((conversion, candidate.name))
         self.places.update(dict.fromkeys(island.places, candidate.name))
 
 

@@ -4,7 +4,7 @@ borders the ranks have to talk so that the result is exact. Anything that cannot
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from torch import nn
@@ -44,6 +44,11 @@ class Simulation:
         self.eager = eager
         self.places: dict[Place, Literal["all_reduce", "all_gather", "slice"]] = {}
         self.local: set[int] = set()
+        self.dims: dict[int, list[Dim]] = {}
+
+    def _has(self, value: Value) -> bool:
+        dims = self.dims.get(value.index)
+        return self.graph.has(value, self.cut) if dims is None else any(dim_has(dim, self.cut) for dim in dims)
 
     def run(self) -> Island:
         """Raises Fails."""
@@ -96,16 +101,17 @@ class Simulation:
         self._check_outputs()
         self._check_places()
         self._check_biases()
+        self._check_lookups()
         return Island(
             self.cut,
             self.states,
-            {v for v, spans in self.conversions.items() if any(c.state == "shard" for c in spans)},
             dict(self.places),
             [v.parameter for v in cut_parameters if v.parameter is not None],
             self.biases,
             self.lookups,
             set(self.local),
             self.conversions,
+            dict(self.dims),
         )
 
     def _begin(self) -> None:
@@ -132,14 +138,14 @@ class Simulation:
                 if state == "partial":
                     raise Fails(f"{op.name} makes a local tensor out of a partial sum")
                 self.states[output.index] = "shard"
-            elif state is not None and (state == "partial" or self.graph.has(output, self.cut)):
+            elif state is not None and (state == "partial" or self._has(output)):
                 self.states[output.index] = state
             if output.index in self.states:
                 self._wake(output.index)
 
     def _check_once(self, op: Op, value: Value) -> None:
         """Ranks hold the blocks on a diagonal where the same units stand twice in a tensor, not slices of it."""
-        if not self.graph.has(value, self.cut):
+        if not self._has(value):
             return
         for node in self.cut:
             rows = [[sum(n is node for n in row) for row in _segments(dim)] for dim in value.dims]
@@ -205,19 +211,19 @@ class Simulation:
     ) -> State | None:
         for dim in effect.blocked:
             for value in shards:
-                if dim_has(dim, self.cut) and has_dim(value, dim, self.cut):
+                if dim_has(dim, self.cut) and has_dim(self.dims.get(value.index, value.dims), dim, self.cut):
                     raise _Needs("whole", value, op.index, f"{op.name} mixes the units")
         for value, index, as_ in effect.sliced:
-            if dim_has(as_, self.cut) and self._state(value, op.index) is None:
-                if not dim_has(value.dims[index], self.cut):
-                    value.dims[index] = as_
-                    self.graph.forget(value)
+            if not dim_has(as_, self.cut):
+                continue
+            self.dims.setdefault(value.index, list(value.dims))[index] = as_
+            if self._state(value, op.index) is None:
                 raise _Needs("slice", value, op.index, f"{op.name} needs a slice of a constant")
         if effect.lookup is not None and dim_has(effect.lookup[2], self.cut):
             return self._lookup(op, effect)
         contracted = [dim for dim in effect.contracted if dim_has(dim, self.cut)]
         for value, state in inputs:
-            if state is None and self.graph.has(value, self.cut) and not (contracted and value in effect.bias):
+            if state is None and self._has(value) and not (contracted and value in effect.bias):
                 raise _Needs("slice", value, op.index, f"{op.name} needs a slice")
         return self._contract(op, effect, contracted) if contracted else "shard"
 
@@ -226,7 +232,7 @@ class Simulation:
             for segment in _segments(dim):
                 if self.cut - set(segment):
                     raise Fails(f"{op.name} sums over a dim of which a segment is not cut")
-        if any(self.graph.has(output, self.cut) for output in op.outputs):
+        if any(self._has(output) for output in op.outputs):
             raise Fails(f"{op.name} sums over cut units and keeps them")
         for value in effect.bias:
             self._add_bias(op, value, None)
@@ -259,7 +265,7 @@ class Simulation:
                     raise Fails(f"{op.name} adds a tensor that is no parameter to a partial sum")
                 raise _Needs("whole", partial, op.index, f"{op.name} adds a whole tensor")
             source, via = producer.inputs()[0], producer.index
-        if source.is_buffer or self.graph.has(source, self.cut):
+        if source.is_buffer or self._has(source):
             raise Fails(f"{op.name} adds {source.parameter} to a partial sum")
         self.used_as_bias.add((source.index, via))
         self.biases.add(source.parameter)
@@ -321,7 +327,7 @@ class Simulation:
             return
         if effect.all_blocked or any(dim_has(d, self.cut) for d in (*effect.blocked, *effect.contracted)):
             raise Fails(f"{need.why}, and {producer.name} mixes what must be sliced")
-        inputs = [v for v in producer.inputs() if self.graph.has(v, self.cut)]
+        inputs = [v for v in producer.inputs() if self._has(v)]
         before = [v for v in inputs if self._state(v, producer.index) is None]
         if not before:
             raise Fails(f"{need.why}, and {producer.name} makes it whole")
@@ -348,6 +354,14 @@ class Simulation:
                 if state != wanted[kind]:
                     raise Fails(f"calls of {name!r} differ: {path!r} is {state or 'replicated'}, not {wanted[kind]}")
 
+    def _check_lookups(self) -> None:
+        """A module whose ids are shifted is called for lookups alone."""
+        calls = self.graph.trace.module_calls
+        looked_up = {op.module_call for op in self.lookups}
+        for name in {calls[index].name for index in looked_up}:
+            if any(call.index not in looked_up for call in self.graph.calls[name]):
+                raise Fails(f"{name!r} is called with ids and with other inputs")
+
     def _check_biases(self) -> None:
         """Rank 0 alone uses a bias: every use of it must be one that adds it to a partial sum."""
         for key in self.biases:
@@ -362,10 +376,10 @@ class Simulation:
                         todo += op.outputs
 
 
-def has_dim(value: Value, dim: Dim, cut: frozenset[Dim]) -> bool:
-    """Whether the value has one of the cut leaves of `dim`."""
+def has_dim(dims: Sequence[Dim], dim: Dim, cut: frozenset[Dim]) -> bool:
+    """Whether one of the cut leaves of `dim` occurs in `dims`."""
     wanted = {node for node in leaves(dim) if node in cut}
-    return any(node in wanted for own in value.dims for node in leaves(own))
+    return any(node in wanted for own in dims for node in leaves(own))
 
 
 _VIEWS = (

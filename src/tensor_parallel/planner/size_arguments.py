@@ -14,16 +14,19 @@ _SHAPES = {
     "new_zeros", "new_ones", "new_full", "new_empty",
 }  # fmt: skip
 
+_CONVOLUTIONS = {f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)}
+
 
 @dataclass(frozen=True)
 class Requirement:
     """`argument` of `call` counts the units of `dim` where `value` is a shard; elsewhere, and for dim None, it is the
-    number that the unsplit model passes."""
+    number that the unsplit model passes. `index`: which dim of the value it is, where it is one."""
 
     call: FunctionCall
     argument: IntegerArgument
     dim: Dim | None
     value: Value | None
+    index: int | None = None
 
 
 def requirements(call: FunctionCall) -> Iterator[Requirement]:
@@ -60,7 +63,7 @@ def _counted(call: FunctionCall) -> Iterator[Requirement]:
         yield from _slices(call, by_path)
     elif name == "repeat_interleave":
         yield from _repeats(call, by_path, outputs[0])
-    elif name in ("conv1d", "conv2d", "conv3d", "group_norm"):
+    elif name in (*_CONVOLUTIONS, "group_norm"):
         yield from _groups(call, by_path, outputs[0])
 
 
@@ -88,7 +91,7 @@ def _shape_arguments(
         path = (*prefix, i) if prefix else (start + i,)
         argument = by_path.get(path)
         if argument is not None and argument.value >= 0:
-            yield Requirement(call, argument, output.dims[i], output)
+            yield Requirement(call, argument, output.dims[i], output, i)
 
 
 def _slices(call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument]) -> Iterator[Requirement]:

@@ -51,6 +51,8 @@ class Solver:
         for call in graph.trace.function_calls:
             for requirement in requirements(call):
                 self._index(requirement)
+        # Offsets of slices refine leaves.
+        graph.index_leaves()
         for comparison in graph.trace.recorder.comparisons:
             for expression in (comparison.left, comparison.right):
                 for origin in origins(expression):
@@ -159,14 +161,17 @@ class _Attempt:
 
     def _expected(self, requirement: Requirement) -> DimLayout | None:
         """What the argument counts, where that is cut; None where it must be the unsplit model's number."""
-        if requirement.dim is None or requirement.value is None:
+        dim, value = requirement.dim, requirement.value
+        if dim is None or value is None:
             return None
-        if self.island.state_at(requirement.value.index, requirement.call.at) != "shard":
+        if requirement.index is not None and value.index in self.island.dims:
+            dim = self.island.dims[value.index][requirement.index]
+        if self.island.state_at(value.index, requirement.call.at) != "shard":
             return None
-        if not any(node in self.names for node in leaves(requirement.dim)):
+        if not any(node in self.names for node in leaves(dim)):
             return None
         try:
-            return normal_form(requirement.dim, self.names, self.solver.graph.by_leaf)
+            return normal_form(dim, self.names, self.solver.graph.by_leaf)
         except Blocked as error:
             raise Unsolved(f"{requirement.call.name} in {requirement.call.owner!r}: {error}") from None
 
@@ -219,7 +224,7 @@ class _Attempt:
         size = value.shape[origin.dim]
         if self.island.state_at(origin.tensor, at) != "shard" or not value.dims:
             return size
-        dim = value.dims[origin.dim]
+        dim = self.island.dims.get(value.index, value.dims)[origin.dim]
         if not any(node in self.names for node in leaves(dim)):
             return size
         return self._size(normal_form(dim, self.names, self.solver.graph.by_leaf), size, cuts, rank)

@@ -45,6 +45,7 @@ WHOLE = {
     torch.rms_norm: "rms_norm",
     torch.dropout: "dropout",
     nn.functional.dropout: "dropout",
+    nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
 }
 """Functions recorded as one operator, not as what they decompose into."""
 

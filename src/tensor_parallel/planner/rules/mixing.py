@@ -104,14 +104,22 @@ def _batch_norm(op: Op) -> Effect:
     return effect
 
 
+def _groups(channels: Dim, groups: int) -> tuple[list[Dim], list[Dim]]:
+    """Channels as groups and the channels of a group; either may be missing, being 1."""
+    if groups == 1:
+        return [], [channels]
+    group, *inside = split_product(channels, groups)
+    return [group], inside
+
+
 def _group_norm(op: Op) -> Effect:
     x, effect, out = op.inputs()[0], Effect(), op.outputs[0]
     groups = int(argument(op, 6, "group"))
     dims = list(own_dims(x))
     try:
-        group, *inside = split_product(dims[1], groups)
+        group, inside = _groups(dims[1], groups)
         effect.blocked += inside
-        dims[1] = product([group, *inside])
+        dims[1] = product([*group, *inside])
     except Blocked:
         effect.blocked.append(dims[1])
     for value in op.inputs()[1:]:
