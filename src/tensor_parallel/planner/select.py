@@ -158,27 +158,30 @@ def _join_twins(candidate: Candidate, world_size: int, exchange: Exchange, solve
         Fails: together they cannot be cut; they are apart again then.
     """
     graph, node = candidate.graph, candidate.leaf
-    while twins := [twin for twin in solver.twins(candidate.island, node) if twin.kind == "leaf"]:
-        before = graph.by_leaf
-        for twin in twins:
-            twin.link = node
-        graph.index_leaves()
-        try:
-            island, saved, cost = _simulate(graph, (node,), world_size, exchange)
-            candidate.island, candidate.saved, candidate.cost = island, saved, cost
+    joined: list[Dim] = []
+    try:
+        while twins := [twin for twin in solver.twins(candidate.island, node) if twin.kind == "leaf"]:
+            if any(twin in taken.leaves for twin in twins):
+                raise Fails("they are cut already")
+            for twin in twins:
+                twin.link = node
+            joined += twins
+            graph.index_leaves()
+            candidate.island, candidate.saved, candidate.cost = _simulate(graph, (node,), world_size, exchange)
             if reason := taken.clash(candidate):
                 raise Fails(reason)
-        except Fails as error:
-            for twin in twins:
-                twin.link = None
-            graph.by_leaf = before
-            raise Fails(f"counted by the same integers as other units, and together {error}") from None
+    except Fails as error:
+        for twin in joined:
+            twin.link = None
+        graph.index_leaves()
+        raise Fails(f"the same integers count other units; together: {error}") from None
 
 
 class Taken:
     """What the chosen candidates use: no two of them may cut one parameter or touch one tensor."""
 
     def __init__(self) -> None:
+        self.leaves: set[Dim] = set()
         self.parameters: dict[str, str] = {}
         self.biases: dict[str, str] = {}
         self.values: dict[int, str] = {}
@@ -215,6 +218,7 @@ class Taken:
 
     def add(self, candidate: Candidate) -> None:
         island = candidate.island
+        self.leaves |= island.cut
         self.parameters.update(dict.fromkeys(island.parameters, candidate.name))
         self.biases.update(dict.fromkeys(island.biases, candidate.name))
         self.values.update(dict.fromkeys(island.states, candidate.name))

@@ -320,7 +320,7 @@ class Simulation:
         if producer is None:
             raise Fails(f"{need.why}, and it enters no module there")
         effect = self.graph.effects[producer.index]
-        if effect.fresh:
+        if effect.fresh and self._makes(producer, value):
             if value.index in self.local:
                 raise Fails(need.why)
             self.local.add(value.index)
@@ -332,6 +332,16 @@ class Simulation:
         if not before:
             raise Fails(f"{need.why}, and {producer.name} makes it whole")
         self._slice(_Needs("slice", before[0], producer.index, need.why))
+
+    def _makes(self, producer: Op, value: Value) -> bool:
+        """Whether the operator makes every cut dim of its output from sizes (an expand hands the others on)."""
+        dims = self.dims.get(value.index, value.dims)
+        for source in producer.inputs():
+            new = len(value.shape) - len(source.shape)
+            for i, dim in enumerate(dims):
+                if dim_has(dim, self.cut) and i >= new and source.shape[i - new] != 1:
+                    return False
+        return True
 
     # --- the end --------------------------------------------------------------------------------------------------
 
