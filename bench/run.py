@@ -3,7 +3,8 @@
     python bench/run.py [--small] [--ranks 2] [--repeats 5] [--json results.json]
 
 The model is a Llama of random weights in float32: 207M parameters, or 13M with --small. The unsplit model computes with
-every core, the split one divides them among its ranks. A ratio below 1 means that the split model is faster.
+every core, the split one divides them among its ranks. A ratio below 1 means that the split model is faster. Only an idle
+machine gives numbers worth keeping: what else runs slows the unsplit model's threads and the ranks by different amounts.
 """
 
 from __future__ import annotations
@@ -81,8 +82,14 @@ def compare(whole: nn.Module, split: nn.Module, new_tokens: int, repeats: int) -
 
 
 def fixed_costs(ranks: int) -> dict[str, float]:
-    """What is paid whatever the model's size, in microseconds."""
-    return {**_team_costs(ranks), **_module_costs(ranks)}
+    """What is paid whatever the model's size, in microseconds; with one thread, since waiting for a second one, where
+    something else runs on its core, would be most of what is measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {**_team_costs(ranks), **_module_costs(ranks)}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _llama(shape: str) -> transformers.LlamaForCausalLM:
