@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tensor_parallel.planner.index_types import Blocked, Dim, leaf, unify
+from tensor_parallel.planner.index_types import Blocked, Dim, leaf, shorten, unify
 from tensor_parallel.planner.records import Op, Value
 
 Linear = Literal["none", "each", "joint", "first"]
@@ -79,6 +79,8 @@ def infer(ops: Sequence[Op], rules: Rules) -> list[Effect]:
         for output in op.outputs:
             if len(output.dims) != len(output.shape):
                 effects[-1] = unknown(op)
+    for value in dict.fromkeys(v for op in ops for v in (*op.inputs(), *op.outputs)):
+        value.dims = [shorten(dim) for dim in value.dims]
     return effects
 
 

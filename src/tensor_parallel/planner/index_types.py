@@ -36,11 +36,20 @@ class Dim:
 
 
 def find(dim: Dim) -> Dim:
+    """The node that a dim has become. Links are left alone, so that joining two leaves on trial can be undone."""
     while dim.link is not None:
-        if dim.link.link is not None:
-            dim.link = dim.link.link
         dim = dim.link
     return dim
+
+
+def shorten(dim: Dim) -> Dim:
+    """`find`, with every link on the way, and below, made a direct one."""
+    node = find(dim)
+    while dim is not node:
+        dim.link, dim = node, dim.link
+    for part in node.parts:
+        shorten(part)
+    return node
 
 
 def leaf(size: int) -> Dim:
@@ -103,7 +112,7 @@ def unify(a: Dim, b: Dim) -> Dim:
     Raises:
         Blocked: where their structures do not fit. What was refined until then stays: finer leaves are never wrong.
     """
-    a, b = find(a), find(b)
+    a, b = shorten(a), shorten(b)
     if a is b:
         return a
     if a.size != b.size:

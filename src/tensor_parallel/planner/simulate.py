@@ -98,6 +98,8 @@ class Simulation:
             op = graph.trace.ops[heapq.heappop(self.todo)]
             if graph.live[op.index]:
                 self._set_outputs(op, self._apply(op, graph.effects[op.index]))
+            else:
+                self._check_dead(op)
         self._check_outputs()
         self._check_places()
         self._check_biases()
@@ -113,6 +115,18 @@ class Simulation:
             self.conversions,
             dict(self.dims),
         )
+
+    def _check_dead(self, op: Op) -> None:
+        """What nobody reads may come out wrong, but it runs: shapes must fit."""
+        biases, used, lookups = set(self.biases), set(self.used_as_bias), list(self.lookups)
+        try:
+            self._set_outputs(op, self._apply(op, self.graph.effects[op.index]))
+        except Fails:
+            pass
+        except _Needs as need:
+            if need.action == "slice":
+                raise
+        self.biases, self.used_as_bias, self.lookups = biases, used, lookups
 
     def _begin(self) -> None:
         self.states: dict[int, State] = {}
@@ -201,9 +215,11 @@ class Simulation:
             return "partial"
         if len(partial) > 1 or (effect.linear == "first" and partial[0] is not inputs[0][0]):
             raise _Needs("whole", partial[0], op.index, why)
+        if partial[0] in effect.bias:
+            # The product of whole tensors beside it would be added on every rank.
+            raise _Needs("whole", partial[0], op.index, why)
         for value in effect.bias:
-            if value is not partial[0]:
-                self._add_bias(op, value, partial[0])
+            self._add_bias(op, value, partial[0])
         return "partial"
 
     def _shards(

@@ -48,6 +48,8 @@ def _counted(call: FunctionCall) -> Iterator[Requirement]:
     by_path = {argument.path: argument for argument in call.integers}
     if name in _SHAPES:
         yield from _shape_arguments(call, by_path, outputs[0])
+    elif name in ("repeat", "tile"):
+        yield from _tiles(call, by_path, outputs[0])
     elif name == "unflatten":
         first = int(_positional(call, 1, "dim")) % len(_input(call).shape)
         sizes = [by_path[p] for p in sorted(by_path, key=str) if p[:1] in ((2,), ("sizes",)) and len(p) > 1]
@@ -147,6 +149,22 @@ def _repeats(
         except Blocked:
             return
         yield Requirement(call, argument, parts[-1], output)
+
+
+def _tiles(
+    call: FunctionCall, by_path: Mapping[tuple[int | str, ...], IntegerArgument], output: Value
+) -> Iterator[Requirement]:
+    """Each number counts the repeats of one dim, from the right."""
+    value = _input(call)
+    arguments = [by_path[path] for path in sorted(by_path, key=str)]
+    for i, argument in zip(range(-1, -len(arguments) - 1, -1), reversed(arguments), strict=True):
+        before = value.shape[i] if -i <= len(value.shape) else 1
+        if argument.value > 1 and before:
+            try:
+                repeats = split_product(output.dims[i], argument.value)[0]
+            except Blocked:
+                continue
+            yield Requirement(call, argument, repeats, output, i if before == 1 else None)
 
 
 def _groups(

@@ -46,6 +46,7 @@ WHOLE = {
     torch.dropout: "dropout",
     nn.functional.dropout: "dropout",
     nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
+    nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
 }
 """Functions recorded as one operator, not as what they decompose into."""
 

@@ -124,8 +124,12 @@ def _attention(op: Op) -> Effect:
 def _heads(effect: Effect, queries: Dim, keys: Dim) -> Dim:
     from tensor_parallel.planner.index_types import product
 
-    if keys.size in (queries.size, 1) or queries.size % keys.size:
-        return same(effect, queries, keys) if keys.size == queries.size else queries
+    if keys.size == queries.size:
+        return same(effect, queries, keys)
+    if keys.size == 1 or queries.size == 1:
+        return queries if keys.size == 1 else keys
+    if queries.size % keys.size:
+        return queries
     return same(effect, queries, product([keys, leaf(queries.size // keys.size)]))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
+
 from tensor_parallel.planner.effects import Effect, Rule, argument, own_dims, same, same_softly, unknown
 from tensor_parallel.planner.index_types import Blocked, Dim, leaf, product, split_product
 from tensor_parallel.planner.records import Op, Value
@@ -143,7 +145,9 @@ def _pooled(op: Op) -> Effect:
 
 def _padded(op: Op) -> Effect:
     x, out = op.inputs()[0], op.outputs[0]
-    changed = [n != m for n, m in zip(x.shape, out.shape, strict=True)]
+    pad = [int(n) for n in argument(op, 1, "pad" if "constant" in op.name else "padding")]
+    # A dim that is padded at one end and cropped at the other keeps its size and moves its units.
+    changed = [any(pad[2 * (len(x.shape) - 1 - i) :][:2]) for i in range(len(x.shape))]
     out.dims = [leaf(n) if c else d for n, c, d in zip(out.shape, changed, own_dims(x), strict=True)]
     return Effect(blocked=[d for c, d in zip(changed, x.dims, strict=True) if c])
 
@@ -152,7 +156,7 @@ def _indexed(op: Op) -> Effect:
     """x[i, :, j]: indexed dims are mixed and give way to the indices' common shape."""
     x, indices = argument(op, 0, "self"), argument(op, 1, "indices")
     used = [i for i, index in enumerate(indices) if isinstance(index, Value)]
-    if not used or any(index is not None and "bool" in str(index.dtype) for index in indices):
+    if not used or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return unknown(op)
     shape = op.outputs[0].shape
     rank = max(len(indices[i].shape) for i in used)

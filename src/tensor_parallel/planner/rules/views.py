@@ -19,6 +19,23 @@ def identity(op: Op) -> Effect:
     return Effect(linear="each")
 
 
+def _cast(op: Op) -> Effect:
+    """Linear but for what rounds: to integers and booleans."""
+    op.outputs[0].dims = list(own_dims(_x(op)))
+    old, new = _x(op).dtype, op.outputs[0].dtype
+    return Effect(linear="each" if new == old or new.is_floating_point or new.is_complex else "none")
+
+
+def _reinterpreted(op: Op) -> Effect:
+    """The same bits as another dtype."""
+    x, out = _x(op), op.outputs[0]
+    if x.shape == out.shape:
+        out.dims = list(own_dims(x))
+        return Effect()
+    out.dims = [*own_dims(x)[:-1], leaf(out.shape[-1])]
+    return Effect(blocked=[x.dims[-1]])
+
+
 def _reshaped(op: Op) -> Effect:
     x, out = _x(op), op.outputs[0]
     try:
@@ -108,7 +125,8 @@ def _sliced(op: Op) -> Effect:
             _, rest = cut_sum(dims[d], start)
             dims[d], _ = cut_sum(rest, out.shape[d])
         elif size % step == 0 and start < step and out.shape[d] == size // step:
-            dims[d] = reshape([dims[d]], [size // step, step])[0]
+            dims[d], steps = reshape([dims[d]], [size // step, step])
+            effect.blocked.append(steps)
         else:
             raise Blocked("a strided slice")
     except Blocked:
@@ -134,7 +152,7 @@ def _split(op: Op) -> Effect:
             out.dims[d], rest = cut_sum(rest, out.shape[d])
         except Blocked:
             effect.blocked.append(x.dims[d])
-            out.dims[d] = leaf(out.shape[d])
+            out.dims[d], rest = leaf(out.shape[d]), leaf(rest.size - out.shape[d])
     return effect
 
 
@@ -185,8 +203,10 @@ def _flipped(op: Op) -> Effect:
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
-        ("aten.alias", "aten.clone", "aten.detach", "aten._to_copy", "aten.lift_fresh", "aten.contiguous"), identity
+        ("aten.alias", "aten.clone", "aten.detach", "aten.lift_fresh", "aten.contiguous"), identity
     ),
+    "aten._to_copy": _cast,
+    "aten.view.dtype": _reinterpreted,
     **dict.fromkeys(("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"), _reshaped),
     "aten.permute": _permuted,
     **dict.fromkeys(("aten.transpose", "aten.t"), _transposed),
