@@ -189,6 +189,8 @@ class Simulation:
             return None
         partial = [value for value, state in inputs if state == "partial"]
         shards = [value for value, state in inputs if state == "shard"]
+        for value in shards:
+            self._check_constant(op, effect, value)
         if effect.shape_only:
             return "shard" if shards else None
         if effect.all_blocked:
@@ -196,6 +198,14 @@ class Simulation:
         if partial:
             return self._partial(op, effect, inputs, partial, shards)
         return self._shards(op, effect, inputs, shards)
+
+    def _check_constant(self, op: Op, effect: Effect, value: Value) -> None:
+        """A constant is cut as what it met elsewhere: operators that know nothing of that would take it for whole."""
+        for i, dim in enumerate(self.dims.get(value.index, ())):
+            own = {node for node in leaves(dim) if node in self.cut}
+            met = [as_ for v, j, as_ in effect.sliced if v is value and j % len(value.shape) == i]
+            if own and not any(own == {node for node in leaves(as_) if node in self.cut} for as_ in met):
+                raise Fails(f"{op.name} takes a constant that is sliced elsewhere")
 
     def _partial(
         self,
