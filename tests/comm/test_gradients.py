@@ -229,3 +229,22 @@ def test_copies_and_results_lie_on_each_ranks_device() -> None:
     assert [t.device.type for t in whole] == ["cpu", "meta"]
     whole[0].sum().backward()
     assert leaf.grad.eq(2).all()
+
+
+def test_a_broadcast_gives_rank_0_the_whole_gradient_and_the_others_none(team: ThreadTeam) -> None:
+    leaves = [noise(3) for _ in range(team.world_size)]
+
+    def work(rank: int) -> torch.Tensor:
+        shared = team.groups[rank].broadcast(leaves[rank] * 1)
+        assert torch.equal(shared, leaves[0])
+        return (shared**2 * (rank + 1)).sum()
+
+    factor = sum(range(1, team.world_size + 1))
+    (first,) = torch.autograd.grad(sum(team.run(work)), leaves[0], create_graph=True)
+    assert torch.allclose(first, 2.0 * factor * leaves[0], rtol=1e-14)
+    (second,) = torch.autograd.grad(first.sum(), leaves[0])
+    assert torch.equal(second, torch.full_like(second, 2.0 * factor))
+    sum(team.run(work)).backward()
+    assert [leaf.grad is None for leaf in leaves] == [False] + [True] * (team.world_size - 1)
+    with torch.no_grad():
+        assert team.run(lambda rank: team.groups[rank].broadcast(leaves[rank]) is leaves[rank]) == [True] * len(leaves)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import torch
 import transformers
-from torch import nn
 
 import tensor_parallel as tp
 from tensor_parallel.testing import noisy
@@ -69,33 +67,13 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert")
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "bert-decoder")
 
 
-@functools.cache
-def _exact(kind: type[nn.Module]) -> type[nn.Module]:
-    """An RMS norm that computes in the dtype of its input.
-
-    transformers' ones compute in float32 whatever the model's dtype. Ranks send back parts of a gradient, each of which
-    such a norm rounds by itself, so that even a float64 model's gradients could only be compared to 1e-6.
-    """
-
-    class Exact(kind):
-        def forward(self, hidden_states):
-            variance = hidden_states.pow(2).mean(-1, keepdim=True)
-            return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
-
-    return Exact
-
-
-def build(family: str, seed: int = 0, stock: bool = False, **changes: object) -> transformers.PreTrainedModel:
-    """A model in eval mode; its norms compute in float64 unless it is a stock one."""
+def build(family: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
+    """A model in eval mode."""
     torch.manual_seed(seed)
     if family == "bert-decoder":
         changes = {"is_decoder": True, **changes}
     settings = config(family.partition("-")[0], **changes)
-    model = noisy(CLASSES[family](settings).double().eval(), seed)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and not stock:
-            module.__class__ = _exact(type(module))
-    return model
+    return noisy(CLASSES[family](settings).double().eval(), seed)
 
 
 def pair(family: str, ranks: int, **changes: object):

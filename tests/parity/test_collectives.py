@@ -19,9 +19,7 @@ def ops_of_one_forward(split, inputs):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather_for_the_head(family, ranks):
     layers = 3
-    model = build(
-        family, stock=True, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, hidden_size=64
-    )
+    model = build(family, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
     split = tp.tensor_parallel(model, ["cpu"] * ranks)
     ops = ops_of_one_forward(split, padded())
     assert ops.count("all_reduce") == 2 * layers + 1, ops
@@ -34,7 +32,7 @@ def test_two_all_reduces_a_layer_one_for_the_embedding_one_gather_for_the_head(f
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_the_report_counts_what_the_group_counts(family):
-    split = tp.tensor_parallel(build(family, stock=True), ["cpu"] * 2)
+    split = tp.tensor_parallel(build(family), ["cpu"] * 2)
     assert tp.report(split).collectives == len(ops_of_one_forward(split, padded()))
 
 

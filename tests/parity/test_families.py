@@ -20,7 +20,7 @@ RANKS = (1, 2, 3, 4)
 def test_outputs_gradients_and_a_training_step(family, ranks):
     reference, split = pair(family, ranks)
     inputs = padded()
-    assert_parity(reference, split, {**inputs, "labels": inputs["input_ids"]}, steps=1)
+    assert_parity(reference, split, {**inputs, "labels": inputs["input_ids"]}, steps=1, gradient_tolerance=1e-9)
     assert_parity(reference, split, padded(batch=1, length=5, left=False, seed=9))
     assert isinstance(split, type(reference))
     assert isinstance(split, tp.TensorParallelPreTrainedModel)
@@ -29,11 +29,13 @@ def test_outputs_gradients_and_a_training_step(family, ranks):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stock_models_to_their_own_rounding(family):
-    reference, split = pair(family, 3, stock=True)
-    inputs = padded()
-    assert_parity(reference, split, {**inputs, "labels": inputs["input_ids"]})
-    assert tp.verify(split, reference, inputs).passed
+def test_gradients_are_rounded_as_the_unsplit_ones(family):
+    """transformers' norms compute in float32 whatever the dtype: parts of a gradient that went through them one by one
+    would be 1e-7 off."""
+    reference, split = pair(family, 3)
+    found = tp.verify(split, reference, padded(), tolerance=1e-9)
+    assert found.passed, str(found)
+    assert max(c.difference for c in found.checks if c.what == "gradient") < 1e-9
 
 
 def decay_groups(model):
@@ -67,6 +69,7 @@ def test_three_adamw_steps_with_clipping_and_transformers_decay_groups(family, r
         steps=3,
         optimizer=decay_groups,
         max_norm=0.1,
+        gradient_tolerance=1e-9,
     )
     assert not torch.equal(before, next(iter(reference.state_dict().values())))
 
@@ -74,7 +77,7 @@ def test_three_adamw_steps_with_clipping_and_transformers_decay_groups(family, r
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", DECODERS)
 def test_greedy_tokens_with_left_padding(family, ranks):
-    reference, split = pair(family, ranks, stock=True)
+    reference, split = pair(family, ranks)
     inputs = padded()
     settings = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
     expected = reference.generate(**inputs, **settings, output_logits=True)
@@ -154,7 +157,7 @@ def test_nearly_every_byte_is_split(family, ranks):
     wide = {"gpt2": {"n_embd": 80}, "bert": {"hidden_size": 96, "intermediate_size": 384}}.get(
         family, {"hidden_size": 64}
     )
-    split = tp.tensor_parallel(build(family, stock=True, **changes, **wide), ["cpu"] * ranks)
+    split = tp.tensor_parallel(build(family, **changes, **wide), ["cpu"] * ranks)
     report = tp.report(split)
     assert report.split_fraction >= 0.97, str(report)
     assert report.gathered_fraction == 0

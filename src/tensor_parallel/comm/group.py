@@ -33,6 +33,12 @@ class Group(Protocol):
         holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, of which every rank has the same values already: nothing is sent. In backward rank 0 gets
+        the sum of all ranks' gradients, the others none. Where a whole tensor meets a split one, this gathers the parts
+        of its gradient: what lies before sees one whole gradient, and rounds it as the unsplit model does."""
+        ...
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Rank `source`'s value, on every rank; not differentiable."""
         ...

@@ -95,6 +95,13 @@ def copy_to_ranks(
     return found
 
 
+def share_from_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values on every rank; the first rank's alone take the gradient: the sum of all, in rank order."""
+    if not (torch.is_grad_enabled() and tensors[0].requires_grad):
+        return [tensors[0], *(tensor.detach() for tensor in tensors[1:])]
+    return list(_ShareFromFirst.apply(tuple(tensors[1:]), tensors[0]))  # type: ignore[no-untyped-call]
+
+
 def _needs_node(parts: Parts) -> bool:
     return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
 
@@ -191,6 +198,27 @@ class _ScatterToRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _refuse_inside(ctx.inside)
         return None, None, None, *gather_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+
+
+class _ShareFromFirst(torch.autograd.Function):
+    """The first rank goes through the node too: its gradient is then added in rank order with the others."""
+
+    @staticmethod
+    def forward(ctx: Any, others: Sequence[torch.Tensor], first: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.home = first.device
+        ctx.devices = [tensor.device for tensor in others]
+        return first.detach(), *(tensor.detach() for tensor in others)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        arrived = [grad for grad in grads if grad is not None]
+        return None, add_in_order(arrived, ctx.home) if arrived else None
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: torch.Tensor | None) -> Any:
+        homes = [ctx.home, *ctx.devices]
+        return tuple(None if tangent is None else tangent.to(device, copy=True) for device in homes)
 
 
 class _CopyToRanks(torch.autograd.Function):

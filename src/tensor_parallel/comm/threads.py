@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from tensor_parallel.comm.gather import GatherPlan, plan_gather
-from tensor_parallel.comm.joint import gather_to_ranks, sum_to_ranks
+from tensor_parallel.comm.joint import gather_to_ranks, share_from_first, sum_to_ranks
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.errors import CollectiveError
 from tensor_parallel.layout import Cuts, Placement
@@ -61,6 +61,13 @@ class _Meeting(Rendezvous):
             found = plan_gather(placement, cuts, shapes, self.devices), placement, cuts
             self._plans[key] = found
         return found[0]
+
+    def share(self, values: list[tuple[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        tensors = [tensor for (tensor,) in values]
+        shape, dtype = tensors[0].shape, tensors[0].dtype
+        if any([tensor.shape != shape or tensor.dtype != dtype for tensor in tensors]):
+            raise CollectiveError(f"broadcast of different tensors: {_each(tensors)}; all must have the same values")
+        return share_from_first(tensors)
 
     def choose(self, values: list[tuple[Any, int]]) -> Sequence[Any]:
         sources = {source for _, source in values}
@@ -141,6 +148,18 @@ class ThreadGroup:
         result: torch.Tensor = meeting.meet(self._rank, "all_gather", meeting.join, (tensor, placement, cuts))
         if self.record is not None:
             self.record.append(("all_gather", result.nbytes))
+        return result
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Group. The result shares the tensor's memory; without gradients it is the tensor.
+
+        Raises:
+            CollectiveError: the ranks' tensors differ in shape or dtype.
+        """
+        if not torch.is_grad_enabled():
+            return tensor
+        meeting = self._meeting
+        result: torch.Tensor = meeting.meet(self._rank, "broadcast", meeting.share, (tensor,))
         return result
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

@@ -224,10 +224,37 @@ def _converted(boundary: Boundary, view: RankView, *, leaving: bool, outside: bo
     return converter(before, after, view)
 
 
+def _shared_entry(plan: ModulePlan, signature: inspect.Signature, view: RankView) -> _Entry | None:
+    """The entry of a module that holds cut parameters, where its first argument enters whole: each rank's gradient of
+    it is a part, and the parts are gathered here. Right without it, too: every part would go back by itself, through
+    norms that compute in float32 and round each."""
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) or view.group.size() == 1:
+        return None
+    if plan.lookups or any(str(parse_path(boundary.path)[0]) == first.name for boundary in plan.inputs):
+        return None
+    group = view.group
+
+    def convert(value: Any) -> Any:
+        if torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.is_floating_point():
+            return group.broadcast(value)
+        return value
+
+    return _Entry(*_place(signature, first.name), convert)
+
+
 def compile_borders(
-    plan: ModulePlan, module: nn.Module, signature: inspect.Signature, view: RankView, *, outside: bool
+    plan: ModulePlan,
+    module: nn.Module,
+    signature: inspect.Signature,
+    view: RankView,
+    *,
+    outside: bool,
+    holds_cut: bool = False,
 ) -> Borders | None:
     """The border of `module` on one rank; None where nothing happens at it.
+
+    holds_cut: whether parameters of the module itself are cut.
 
     Raises:
         PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
@@ -241,6 +268,9 @@ def compile_borders(
         convert = _converted(boundary, view, leaving=True, outside=outside)
         if convert is not None:
             exits.append(_Exit(parse_path(boundary.path), convert, boundary.call))
+    shared = _shared_entry(plan, signature, view) if holds_cut and not outside else None
+    if shared is not None:
+        entries.append(shared)
     lookups = [_lookup(lookup, module, signature, view) for lookup in plan.lookups]
     return Borders(entries, exits, lookups) if entries or exits or lookups else None
 
