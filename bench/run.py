@@ -2,9 +2,10 @@
 
     python bench/run.py [--small] [--ranks 2] [--repeats 5] [--json results.json]
 
-The model is a Llama of random weights in float32: 207M parameters, or 13M with --small. The unsplit model computes with
-every core, the split one divides them among its ranks. A ratio below 1 means that the split model is faster. Only an idle
-machine gives numbers worth keeping: what else runs slows the unsplit model's threads and the ranks by different amounts.
+The model is a Llama of random weights in float32: 207M parameters, or 13M with --small. The unsplit model computes
+with every core, the split one divides them among its ranks. A ratio below 1 means that the split model is faster. Only
+an idle machine gives numbers worth keeping: what else runs slows the unsplit model's threads and the ranks by different
+amounts.
 """
 
 from __future__ import annotations
