@@ -1,5 +1,5 @@
-"""How a tensor lies over the ranks: the values `Replicate`, `Shard` and `Partial` of torch.distributed.tensor, said with
-this library's dims, so that uneven and packed shards have a name and nothing of torch.distributed is imported."""
+"""How a tensor lies over the ranks: the values `Replicate`, `Shard` and `Partial` of torch.distributed.tensor, said
+with this library's dims, so that uneven and packed shards have a name and nothing of torch.distributed is imported."""
 
 from __future__ import annotations
 
