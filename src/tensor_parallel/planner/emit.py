@@ -149,14 +149,21 @@ class _Emitter:
             lies = self._placement(value, states[kind], candidate)
             return (REPLICATE, lies) if kind == "slice" else (lies, REPLICATE)
         for owner in self.by_value.get(value.index, ()):
-            # A module planned by itself numbers its operators anew: only its own borders speak of it.
-            if owner.graph is self.graph:
-                island = owner.island
-                state = border_state(self.graph.trace, island.states, island.conversions, value.index, call, side)
-                if state is not None:
-                    lies = self._placement(value, state, owner)
-                    return lies, lies
+            island, own = owner.island, self._own_call(owner, call)
+            if own is None:
+                continue
+            state = border_state(owner.graph.trace, island.states, island.conversions, value.index, own, side)
+            if state is not None:
+                lies = self._placement(value, state, owner)
+                return lies, lies
         return None
+
+    def _own_call(self, owner: Candidate, call: ModuleCall) -> ModuleCall | None:
+        """The call in the candidate's graph: a module planned by itself numbers calls and operators anew."""
+        if owner.graph is self.graph:
+            return call
+        twins = owner.graph.calls.get(call.name, ())
+        return next((c for c in twins if (c.number, c.trace) == (call.number, call.trace)), None)
 
     def _boundaries(self, calls: Sequence[ModuleCall], side: Side) -> tuple[Boundary, ...]:
         found: dict[str, dict[int, tuple[Placement, Placement]]] = {}
