@@ -82,7 +82,8 @@ def _to_whole(placement: Placement, view: RankView) -> Convert | None:
 
 def _from_whole(placement: Placement, view: RankView) -> Convert | None:
     if placement.kind == "shard":
-        return _slicer(placement, view)
+        share, slicer = _share(view.group), _slicer(placement, view)
+        return lambda tensor: slicer(share(tensor))
     if placement.kind == "partial":
         return None if view.keeper(placement.factors) == view.rank else torch.zeros_like
     return None
@@ -233,14 +234,14 @@ def _shared_entry(plan: ModulePlan, signature: inspect.Signature, view: RankView
         return None
     if plan.lookups or any(str(parse_path(boundary.path)[0]) == first.name for boundary in plan.inputs):
         return None
-    group = view.group
+    return _Entry(*_place(signature, first.name), _share(view.group))
 
-    def convert(value: Any) -> Any:
-        if torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.is_floating_point():
-            return group.broadcast(value)
-        return value
 
-    return _Entry(*_place(signature, first.name), convert)
+def _share(group: Group) -> Convert:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return group.broadcast(tensor) if torch.is_grad_enabled() and tensor.is_floating_point() else tensor
+
+    return convert
 
 
 def compile_borders(
@@ -251,10 +252,13 @@ def compile_borders(
     *,
     outside: bool,
     holds_cut: bool = False,
+    beside_cut: bool = False,
 ) -> Borders | None:
     """The border of `module` on one rank; None where nothing happens at it.
 
     holds_cut: whether parameters of the module itself are cut.
+    beside_cut: whether it is whole and stands beside such a module: split code may use what it gives (keys that all
+        heads share), each rank with a gradient of its own.
 
     Raises:
         PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
@@ -271,6 +275,8 @@ def compile_borders(
     shared = _shared_entry(plan, signature, view) if holds_cut and not outside else None
     if shared is not None:
         entries.append(shared)
+    if beside_cut and not outside and plan == ModulePlan() and view.group.size() > 1:
+        exits.append(_Exit((), _share(view.group)))
     lookups = [_lookup(lookup, module, signature, view) for lookup in plan.lookups]
     return Borders(entries, exits, lookups) if entries or exits or lookups else None
 
