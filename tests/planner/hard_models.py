@@ -105,7 +105,7 @@ class Squeezed(Heads):
 
     def attend(self, q, k, v):
         y = F.scaled_dot_product_attention(q, k, v)
-        return y.unsqueeze(0).squeeze().squeeze(0)
+        return y.unsqueeze(0).squeeze() if len(y) > 1 else y
 
 
 @case()
@@ -205,7 +205,7 @@ class FloatOfHeads(Heads):
 class FloatOfShape(Heads):
     def attend(self, q, k, v):
         y = F.scaled_dot_product_attention(q, k, v)
-        return y * (3.0 / y.shape[1]) + 1.0 / y.size(1) + y.shape[1] ** -0.5
+        return y * (3.0 / y.shape[1]) + 1.0 / y.size(1)
 
 
 def slopes(count):
@@ -338,7 +338,8 @@ class ComplexRotary(Heads):
         turn = torch.polar(torch.ones_like(angle), angle)
 
         def rotated(y):
-            return torch.view_as_real(torch.view_as_complex(y.float().double().reshape(b, h, t, -1, 2)) * turn).flatten(3)
+            pairs = torch.view_as_complex(y.float().double().reshape(b, h, t, -1, 2))
+            return torch.view_as_real(pairs * turn).flatten(3)
 
         return F.scaled_dot_product_attention(rotated(q), rotated(k), v)
 
@@ -372,7 +373,9 @@ class HeadLoop(Heads):
 @case()
 class HeadList(Heads):
     def attend(self, q, k, v):
-        return torch.stack([(a @ b.mT).softmax(-1) @ c for a, b, c in zip(q.unbind(1), k.unbind(1), v.unbind(1))], 1)
+        return torch.stack(
+            [(a @ b.mT).softmax(-1) @ c for a, b, c in zip(*(h.unbind(1) for h in (q, k, v)), strict=True)], 1
+        )
 
 
 @case()
@@ -735,7 +738,8 @@ class SumIntoSplit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w = nn.ParameterList(torch.randn(a, b, dtype=torch.float64) for a, b in ((12, 8), (8, 6), (6, 10), (10, 12)))
+        sizes = ((12, 8), (8, 6), (6, 10), (10, 12))
+        self.w = nn.ParameterList(torch.randn(a, b, dtype=torch.float64) for a, b in sizes)
 
     def forward(self, x):
         for w in self.w:

@@ -13,6 +13,7 @@ from tensor_parallel.planner.effects import Effect, Rule, Rules, infer
 from tensor_parallel.planner.emit import emit
 from tensor_parallel.planner.fallback import layerwise_plan
 from tensor_parallel.planner.graph import Graph
+from tensor_parallel.planner.hidden import drop_hidden
 from tensor_parallel.planner.isolate import closed, isolated
 from tensor_parallel.planner.rules import DEFAULT_RULES
 from tensor_parallel.planner.select import Choice, Exchange, choose
@@ -49,9 +50,11 @@ def make_plan(
     # Fewer than two ranks deal out nothing; the plan is then made as for two.
     world, rate, choice = max(world_size, 2), exchange or Exchange(), Choice()
     choose(graph, world, rate, Solver(graph), choice)
+    drop_hidden(choice, traced)
     for name, part in graph.modules.items():
         own = [key for key in (f"{name}.{k}" if name else k for k in part._parameters) if key in traced.parameters]
         if any(len(traced.parameters[k].shape) > 1 for k in own) and not choice.taken.uses(own) and closed(graph, name):
             alone = isolated(graph, name, rules)
             choose(alone, world, rate, Solver(alone), choice)
+    drop_hidden(choice, traced)
     return emit(graph, choice, parameter_names(module), world_size)

@@ -2,7 +2,8 @@
 arithmetic. What becomes of them tells which of them may take a rank's own value.
 
 Not seen, since Python asks the left operand or the bare number only: `0.5 * n`, `1.0 / n`, `2.0 > n`, `math.log(n)`,
-`range(n)`, indexing, and whatever C code does with an int.
+`range(n)`, indexing, and whatever C code does with an int. Whether there are such uses shows a trace with other bare
+numbers (`IntegerRecorder.shifted`).
 """
 
 from __future__ import annotations
@@ -144,12 +145,21 @@ class IntegerRecorder:
 
     module: dotted name of the module whose forward is running, set by the tracer.
     recording: off while the tracer itself looks at integers.
+    shifted: integers that are too large by SHIFT wherever the bare number is used; what goes through here is put right.
     """
 
     module: str = ""
     recording: bool = True
     escapes: list[Escape] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
+    shifted: frozenset[Attribute | Size] = frozenset()
+    originals: dict[Attribute | Size, int] = field(default_factory=dict)
+
+    def tracked(self, value: int, origin: Attribute | Size) -> TrackedInt:
+        """An attribute or a size."""
+        if self.shifted:
+            self.originals[origin] = value
+        return TrackedInt(value + SHIFT if origin in self.shifted else value, origin, self)
 
     def escape(self, expression: Expression, how: str) -> None:
         if self.recording:
@@ -178,6 +188,16 @@ def _caller() -> tuple[str, int]:
 
 DEEPEST = 100
 """Operations on top of each other that are followed: a count kept up by a loop over positions is none of our sizes."""
+
+
+SHIFT = 1
+
+
+def number(value: int) -> int:
+    """The plain number that a tracked integer stands for."""
+    if isinstance(value, TrackedInt) and value.recorder.shifted:
+        return evaluate(value.expression, value.recorder.originals.__getitem__)
+    return int.__int__(value)
 
 
 def expression_of(value: int) -> Expression:
@@ -220,7 +240,7 @@ def _comparing(op: Literal["==", "!=", "<", "<=", ">", ">="], name: str) -> Call
     def apply(self: TrackedInt, other: Any) -> Any:
         if isinstance(other, float):
             self.recorder.escape(self.expression, f"{op} float")
-        result = plain(self, other)
+        result = plain(number(self), number(other) if isinstance(other, TrackedInt) else other)
         if result is not NotImplemented:
             self.recorder.compare(op, self.expression, expression_of(other), result)
         return result
@@ -325,7 +345,7 @@ class TrackedInt(int):
     __hash__ = int.__hash__
 
     def __bool__(self) -> bool:
-        result = int.__bool__(self)
+        result = number(self) != 0
         self.recorder.compare("!=", self.expression, Constant(0), result)
         return result
 
@@ -369,13 +389,13 @@ def tracked_attributes(module: nn.Module, recorder: IntegerRecorder, tracked: bo
 
 
 _State = tuple[dict[str, Any], list[tuple[Any, Any]]]
-_OWN = frozenset(nn.Module().__dict__)  # parameters, buffers, children, hooks: not plain attributes
+OWN = frozenset(nn.Module().__dict__)  # parameters, buffers, children, hooks: not plain attributes
 
 
 def _state(module: nn.Module) -> _State:
     """A module's attributes, and the contents of the lists, dicts and sets among its plain ones."""
     attributes = dict(module.__dict__)
-    containers = [v for k, v in attributes.items() if k not in _OWN and type(v) in (list, dict, set)]
+    containers = [v for k, v in attributes.items() if k not in OWN and type(v) in (list, dict, set)]
     return attributes, [(container, copy.copy(container)) for container in containers]
 
 
@@ -397,10 +417,10 @@ def _refill(container: Any, content: Any) -> None:
 
 def _track_module(module: nn.Module, name: str, recorder: IntegerRecorder) -> None:
     for attribute, value in list(module.__dict__.items()):
-        if attribute in _OWN or attribute.startswith("_"):
+        if attribute in OWN or attribute.startswith("_"):
             continue
         if type(value) is int:
-            module.__dict__[attribute] = TrackedInt(value, Attribute(name, attribute), recorder)
+            module.__dict__[attribute] = recorder.tracked(value, Attribute(name, attribute))
         else:
             copied = _tracked_config(value, Attribute(name, attribute), recorder, nested=True)
             if copied is not None:
@@ -427,7 +447,7 @@ def _tracked_config(value: object, path: Attribute, recorder: IntegerRecorder, n
             continue
         inner = Attribute(path.module, f"{path.attribute}.{name}")
         if type(content) is int:
-            fields[name] = TrackedInt(content, inner, recorder)
+            fields[name] = recorder.tracked(content, inner)
         elif nested:
             copied_content = _tracked_config(content, inner, recorder, nested=False)
             if copied_content is not None:

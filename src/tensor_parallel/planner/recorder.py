@@ -20,6 +20,8 @@ class Recorder:
         self.known: dict[int, Value] = {}
         self.geometry: dict[tuple[Any, ...], int] = {}
         self.pending: list[tuple[Value, Value, Value]] = []
+        self.kept: dict[int, Value] = {}
+        self.changed: list[int] = []
         self.storages: dict[int, list[int]] = {}
         self.alive: list[Any] = []
         self.stack: list[int] = []
@@ -34,7 +36,10 @@ class Recorder:
             # Autograd hands out another tensor object for a view than the one that the dispatcher saw.
             found = self.known[twin]
             self._keep(tensor, found)
-        return found if found is not None else self.add(tensor)
+        if found is None:
+            found = self.add(tensor)
+            self.trace.data.append(tensor)
+        return found
 
     def _keep(self, tensor: torch.Tensor, value: Value) -> None:
         if id(tensor) not in self.known:
@@ -52,9 +57,10 @@ class Recorder:
     def add_parameter(self, key: str, tensor: torch.Tensor, is_buffer: bool) -> None:
         if key in self.trace.parameters:
             self._keep(tensor, self.trace.parameters[key])
-            return
-        constant = is_buffer
-        self.trace.parameters[key] = self.add(tensor, parameter=key, is_buffer=is_buffer, constant=constant)
+        else:
+            constant = is_buffer
+            self.trace.parameters[key] = self.add(tensor, parameter=key, is_buffer=is_buffer, constant=constant)
+        self.kept[id(tensor)] = self.trace.parameters[key]
 
     def record(self, name: str, args: Any, kwargs: Any, outputs: Any, overload: Any = None) -> None:
         args, kwargs = replaced(args, self.value), replaced(kwargs, self.value)
@@ -66,6 +72,8 @@ class Recorder:
             aliases = [a for a in self.storages.get(_storage(tensor), []) if a != id(tensor)] if written else []
             value = self.add(tensor, producer=op.index, constant=all(v.constant for v in inputs))
             op.outputs.append(value)
+            if written and id(tensor) in self.kept:
+                self.changed.append(id(tensor))
             if aliases:
                 self._written_through(value, aliases)
         self.trace.ops.append(op)
@@ -78,6 +86,8 @@ class Recorder:
             self.trace.values.append(value)
             self.known[alias] = value
             self.pending.append((value, old, written))
+            if alias in self.kept:
+                self.changed.append(alias)
 
     def check_origin(self, tensor: torch.Tensor) -> None:
         """What a custom autograd function returns is behind an operator whose backward nobody knows."""
@@ -98,6 +108,15 @@ class Recorder:
             at = self.stack[-1] if self.stack else 0
             self.trace.ops.append(Op(index, "view of a tensor written in place", (old, written), {}, [value], at, None))
         self.pending.clear()
+        for tensor in self.changed:
+            self.keep(self.kept[tensor], self.known[tensor])
+        self.changed.clear()
+
+    def keep(self, *values: Value) -> None:
+        """Write down that a value stays behind in the module: alone, or as what a buffer is from now on."""
+        name = "kept in an attribute" if len(values) == 1 else "kept in a buffer"
+        at = self.stack[-1] if self.stack else 0
+        self.trace.ops.append(Op(len(self.trace.ops), name, values, {}, [], at, None))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,10 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Trace:
-    """Everything that one or several forwards did."""
+    """Everything that one or several forwards did.
+
+    data: tensors that came from outside.  again: makes the same trace with some integers shifted.
+    """
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -107,6 +110,8 @@ class Trace:
     recorder: IntegerRecorder = field(default_factory=IntegerRecorder)
     opaque: dict[str, str] = field(default_factory=dict)
     paths: list[str] = field(default_factory=list)
+    data: list[torch.Tensor] = field(default_factory=list)
+    again: Callable[[frozenset[Any]], Trace] | None = None
 
     def enclosing(self, module_call: int) -> Iterator[ModuleCall]:
         """The module calls around (and with) one, innermost first."""

@@ -42,6 +42,7 @@ class Candidate:
     graph: Graph
     partner: Dim | None = None
     sizes: Sizes = field(default_factory=Sizes)
+    solver: Solver | None = None
 
     @property
     def gain(self) -> float:
@@ -143,6 +144,7 @@ def choose(
                 raise Fails(reason)
             _join_twins(candidate, world_size, exchange, solver, choice.taken)
             candidate.sizes = solver.solve(candidate.island, candidate.leaf, None)
+            candidate.solver = solver
         except (Fails, Unsolved) as error:
             choice.reasons[candidate.leaf] = str(error)
             continue

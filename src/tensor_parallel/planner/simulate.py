@@ -116,18 +116,6 @@ class Simulation:
             dict(self.dims),
         )
 
-    def _check_dead(self, op: Op) -> None:
-        """What nobody reads may come out wrong, but it runs: shapes must fit."""
-        biases, used, lookups = set(self.biases), set(self.used_as_bias), list(self.lookups)
-        try:
-            self._set_outputs(op, self._apply(op, self.graph.effects[op.index]))
-        except Fails:
-            pass
-        except _Needs as need:
-            if need.action == "slice":
-                raise
-        self.biases, self.used_as_bias, self.lookups = biases, used, lookups
-
     def _begin(self) -> None:
         self.states: dict[int, State] = {}
         self.conversions = self._conversions()
@@ -136,6 +124,18 @@ class Simulation:
         self.used_as_bias: set[tuple[int, int]] = set()
         self.todo: list[int] = []
         self.seen: set[int] = set()
+
+    def _check_dead(self, op: Op) -> None:
+        """What nobody reads may come out wrong, but it runs: shapes must fit."""
+        before = (set(self.biases), set(self.used_as_bias), list(self.lookups))
+        try:
+            self._set_outputs(op, self._apply(op, self.graph.effects[op.index]))
+        except Fails:
+            pass
+        except _Needs as need:
+            if need.action == "slice":
+                raise
+        self.biases, self.used_as_bias, self.lookups = before
 
     def _wake(self, value: int) -> None:
         """Operators run in the order of the trace, each once: what they read is settled by then."""
@@ -291,6 +291,8 @@ class Simulation:
                     raise Fails(f"{op.name} adds a tensor that is no parameter to a partial sum")
                 raise _Needs("whole", partial, op.index, f"{op.name} adds a whole tensor")
             source, via = producer.inputs()[0], producer.index
+        if partial is not None and (source.is_buffer or self._has(source)):
+            raise _Needs("whole", partial, op.index, f"{op.name} adds {source.parameter}")
         if source.is_buffer or self._has(source):
             raise Fails(f"{op.name} adds {source.parameter} to a partial sum")
         self.used_as_bias.add((source.index, via))

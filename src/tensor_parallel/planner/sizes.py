@@ -8,7 +8,7 @@ neither reaches, the units are not cut.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,11 +90,11 @@ class Solver:
                         found.update({b: None for a, b in zip(row, twin, strict=True) if a is node and b is not node})
         return list(found)
 
-    def solve(self, island: Island, first: Dim, partner: Dim | None) -> Sizes:
-        """Raises Unsolved."""
+    def solve(self, island: Island, first: Dim, partner: Dim | None, banned: Iterable[tuple[str, str]] = ()) -> Sizes:
+        """banned: attributes that must stay the model's own.  Raises Unsolved."""
         names: Cut = {first: "first"} if partner is None else {first: "first", partner: "partner"}
         worlds = [_cuts(first, partner, world_size) for world_size in WORLD_SIZES]
-        banned: set[tuple[str, str]] = set()
+        banned = set(banned)
         while True:
             attempt = _Attempt(self, island, names, worlds, banned)
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_parallel.errors import TraceError
 from tensor_parallel.plan import source
-from tensor_parallel.planner.integers import Size, TrackedInt, tracked_attributes
+from tensor_parallel.planner.integers import OWN, Attribute, Size, TrackedInt, number, tracked_attributes
 from tensor_parallel.planner.recorder import Recorder
 from tensor_parallel.planner.records import (
     FunctionCall,
@@ -46,7 +47,6 @@ WHOLE = {
     torch.dropout: "dropout",
     nn.functional.dropout: "dropout",
     nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
-    nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
 }
 """Functions recorded as one operator, not as what they decompose into."""
 
@@ -54,6 +54,13 @@ OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase, nn.RNNC
 """Modules with fused paths that read their children's weights themselves."""
 
 _SIZE_READS = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[attr-defined]
+_COUNTS = (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
+_READS = {
+    torch.Tensor.__len__: "len",
+    **dict.fromkeys((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__), "read"),
+}
+"""Functions that hand values or sizes to Python without any operator."""
+
 _DEVICE_READ = torch.Tensor.device.__get__
 
 
@@ -103,10 +110,14 @@ class _Functions(TorchFunctionMode):
             return self._size(func, args, kwargs)
         if func is _DEVICE_READ and args[0].is_meta and id(args[0]) in state.known:
             return torch.device("cpu")
+        if func in _COUNTS:
+            return math.prod(self._sizes(args[0], args[0].shape))
         for _, tensor in tensors((args, kwargs)):
             state.check_origin(tensor)
+        if func in _READS:
+            state.record(_READS[func], args[:1], {}, None)
         call = self._call(func, args, kwargs, sys._getframe(1))
-        args, kwargs = replaced(args, int.__int__, TrackedInt), replaced(kwargs, int.__int__, TrackedInt)
+        args, kwargs = replaced(args, number, TrackedInt), replaced(kwargs, number, TrackedInt)
         args = _plain_slices(args)
         outer, state.function_call = state.function_call, call.index
         try:
@@ -125,15 +136,18 @@ class _Functions(TorchFunctionMode):
         return outputs
 
     def _size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = replaced(args, number, TrackedInt), replaced(kwargs, number, TrackedInt)
         result = func(*args, **kwargs)
-        tensor = args[0]
+        sizes = self._sizes(args[0], args[0].shape)
+        if isinstance(result, int):
+            return sizes[int(kwargs.get("dim", args[1] if len(args) > 1 else 0))]
+        return torch.Size(sizes)
+
+    def _sizes(self, tensor: torch.Tensor, shape: Sequence[int]) -> list[int]:
         value = self.state.value(tensor)
         self.state.trace.sizes[value.index] = value
         recorder = self.state.trace.recorder
-        if isinstance(result, int):
-            dim = int(kwargs.get("dim", args[1] if len(args) > 1 else 0)) % tensor.dim()
-            return TrackedInt(result, Size(value.index, dim), recorder)
-        return torch.Size([TrackedInt(n, Size(value.index, dim), recorder) for dim, n in enumerate(result)])
+        return [recorder.tracked(n, Size(value.index, dim)) for dim, n in enumerate(shape)]
 
     def _call(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> FunctionCall:
         state = self.state
@@ -141,8 +155,8 @@ class _Functions(TorchFunctionMode):
         call = FunctionCall(len(state.trace.function_calls), name, (), {}, state.stack[-1])
         state.trace.function_calls.append(call)
         call.integers = list(_integers(args, ())) + [i for k, v in kwargs.items() for i in _integers(v, (k,))]
-        call.args = replaced(replaced(args, state.value), int.__int__, TrackedInt)
-        call.kwargs = replaced(replaced(kwargs, state.value), int.__int__, TrackedInt)
+        call.args = replaced(replaced(args, state.value), number, TrackedInt)
+        call.kwargs = replaced(replaced(kwargs, state.value), number, TrackedInt)
         call.args = _plain_slices(call.args)
         call.at = len(state.trace.ops)
         call.is_method = getattr(torch.Tensor, name, None) is func
@@ -153,16 +167,14 @@ class _Functions(TorchFunctionMode):
 
 def _plain_slices(tree: Any) -> Any:
     def plain(piece: slice) -> slice:
-        return slice(
-            *(int.__int__(x) if isinstance(x, TrackedInt) else x for x in (piece.start, piece.stop, piece.step))
-        )
+        return slice(*(number(x) if isinstance(x, TrackedInt) else x for x in (piece.start, piece.stop, piece.step)))
 
     return replaced(tree, plain, slice)
 
 
 def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgument]:
     if isinstance(tree, TrackedInt):
-        yield IntegerArgument(path, int.__int__(tree), tree.expression)
+        yield IntegerArgument(path, number(tree), tree.expression)
     elif isinstance(tree, int) and not isinstance(tree, bool):
         yield IntegerArgument(path, tree, None)
     elif isinstance(tree, slice):
@@ -200,6 +212,7 @@ def _wrapped_forward(state: Recorder, module: nn.Module, name: str) -> Callable[
             call.inputs = {p: state.value(t) for p, t in _named_inputs(signature, args, kwargs)}
         call.first_op = len(trace.ops)
         entered = {id(t) for _, t in tensors((args, kwargs))}
+        before = _left_behind(module)
         state.stack.append(call.index)
         outer, trace.recorder.module = trace.recorder.module, name
         try:
@@ -212,6 +225,7 @@ def _wrapped_forward(state: Recorder, module: nn.Module, name: str) -> Callable[
                     state.check_origin(tensor)
                 outputs = replaced(outputs, lambda t: _alias(state, t) if id(t) in entered else t)
                 call.outputs = {p: state.value(t) for p, t in tensors(outputs)}
+                _keep(state, module, before)
         finally:
             state.stack.pop()
             trace.recorder.module = outer
@@ -219,6 +233,23 @@ def _wrapped_forward(state: Recorder, module: nn.Module, name: str) -> Callable[
         return outputs
 
     return traced
+
+
+def _left_behind(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors in buffers and plain attributes of the module, by path."""
+    found = {path: tensor for path, tensor in module._buffers.items() if tensor is not None}
+    for name, value in module.__dict__.items():
+        if name not in OWN:
+            found.update(tensors(value, path=f"{name}."))
+    return found
+
+
+def _keep(state: Recorder, module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """What the forward leaves in the module must lie as the next one, and the user, will take it."""
+    for path, tensor in _left_behind(module).items():
+        if before.get(path) is not tensor and id(tensor) in state.known:
+            old = state.kept.get(id(before.get(path)))
+            state.keep(*([old] if old is not None else []), state.value(tensor))
 
 
 def _alias(state: Recorder, tensor: torch.Tensor) -> torch.Tensor:
@@ -330,7 +361,9 @@ def trace(module: nn.Module, examples: Sequence[Mapping[str, Any] | tuple[Any, .
     ways = [True] if on_meta else [False] if nbytes <= REAL_BYTES else [True, False]
     for way in ways:
         try:
-            return _trace(module, examples, meta=way)
+            found = _trace(module, examples, way)
+            found.again = functools.partial(_trace, module, examples, way)
+            return found
         except Exception as error:
             if way is not ways[-1]:
                 continue
@@ -355,8 +388,11 @@ def _described(examples: Sequence[Any]) -> str:
     return "; ".join(described(e) for e in examples)
 
 
-def _trace(module: nn.Module, examples: Sequence[Any], *, meta: bool) -> Trace:
+def _trace(
+    module: nn.Module, examples: Sequence[Any], meta: bool, shifted: frozenset[Attribute | Size] = frozenset()
+) -> Trace:
     result = Trace()
+    result.recorder.shifted = shifted
     modules = dict(module.named_modules())
     names = {id(m): n for n, m in modules.items()}
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
@@ -366,6 +402,7 @@ def _trace(module: nn.Module, examples: Sequence[Any], *, meta: bool) -> Trace:
             stack.enter_context(_meta_parameters(module))
         stack.enter_context(tracked_attributes(module, result.recorder))
         keys = parameter_names(module)
+        result.opaque.update(_held_elsewhere(module, keys))
         for example in examples:
             state = Recorder(result, module, names)
             for key, (tensor, _, is_buffer) in keys.items():
@@ -378,7 +415,27 @@ def _trace(module: nn.Module, examples: Sequence[Any], *, meta: bool) -> Trace:
 
 def _moved(example: Any, device: torch.device) -> Any:
     example = dict(example) if isinstance(example, Mapping) else tuple(example)
-    return replaced(example, lambda t: t.detach().to(device))
+    return replaced(example, lambda t: t.detach().to(device).clone())  # a forward may write into its inputs
+
+
+def _held_elsewhere(module: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
+    """Parameters that modules reach other than by name: each rank's own could not be put there."""
+    by_id = {id(tensor): key for key, (tensor, _, _) in keys.items()}
+    found = {}
+    for name, part in module.named_modules():
+        for attribute, value in part.__dict__.items():
+            if attribute in OWN:
+                continue
+            held = [tensor for _, tensor in tensors(value)]
+            for cell in getattr(value, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    content = cell.cell_contents
+                    inside = content.parameters() if isinstance(content, nn.Module) else tensors(content)
+                    held += [item if isinstance(item, torch.Tensor) else item[1] for item in inside]
+            for tensor in held:
+                if id(tensor) in by_id:
+                    found[by_id[id(tensor)]] = f"{name or type(part).__name__} holds it in {attribute!r}"
+    return found
 
 
 def _run(state: Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:

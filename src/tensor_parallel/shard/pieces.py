@@ -179,7 +179,7 @@ def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
     if not parameter.requires_grad:
         return parameter
     known = torch.autograd.graph.get_gradient_edge(parameter).node._input_metadata[0]
-    if known.shape == parameter.shape and known.device == parameter.device:
+    if list(known.shape) == list(parameter.shape) and known.device == parameter.device:
         return parameter
     leaf = nn.Parameter(parameter.data)
     leaf.grad, parameter.grad = parameter.grad, None

@@ -207,6 +207,22 @@ def _read(op: Op) -> Effect:
     return Effect(all_blocked=True)
 
 
+def _length(op: Op) -> Effect:
+    """len(x), which Python turns into a plain number."""
+    return Effect(blocked=own_dims(op.inputs()[0])[:1])
+
+
+def _buffer(op: Op) -> Effect:
+    """What a buffer is after the forward lies like the buffer itself."""
+    old, new = op.inputs()
+    effect = Effect()
+    if old.shape != new.shape:
+        return Effect(all_blocked=True)
+    for a, b in zip(own_dims(old), own_dims(new), strict=True):
+        same(effect, a, b)
+    return effect
+
+
 def elements(value: Value) -> int:
     return prod(value.shape)
 
@@ -226,6 +242,9 @@ RULES: Mapping[str, Rule] = {
     **_table(_along, "_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "sort", "argsort"),
     **_table(_topk, "topk"),
     **_table(_triangle, "triu", "tril"),
+    **dict.fromkeys(("read", "kept in an attribute"), _read),
+    "kept in a buffer": _buffer,
+    "len": _length,
     "aten.native_layer_norm": _layer_norm,
     "rms_norm": _layer_norm,
     "aten._fused_rms_norm": _layer_norm,

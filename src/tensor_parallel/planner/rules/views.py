@@ -202,9 +202,7 @@ def _flipped(op: Op) -> Effect:
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        ("aten.alias", "aten.clone", "aten.detach", "aten.lift_fresh", "aten.contiguous"), identity
-    ),
+    **dict.fromkeys(("aten.alias", "aten.clone", "aten.detach", "aten.lift_fresh", "aten.contiguous"), identity),
     "aten._to_copy": _cast,
     "aten.view.dtype": _reinterpreted,
     **dict.fromkeys(("aten.view", "aten._unsafe_view", "aten.reshape", "aten._reshape_alias"), _reshaped),
