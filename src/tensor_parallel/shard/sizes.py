@@ -18,7 +18,22 @@ from tensor_parallel.shard.shards import ModelShards
 def local_forward(base: type[nn.Module], plan: ModulePlan) -> Callable[..., Any]:
     """The module's own forward, its planned call sites taking local sizes."""
     sites = [site for site in plan.call_sites if site.method == "forward"]
-    return with_local_sizes(base.forward, sites) if sites else base.forward
+    forward = with_local_sizes(base.forward, sites) if sites else base.forward
+    return _looking_up(forward) if plan.lookups else forward
+
+
+def _looking_up(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """An embedding's forward, within which alone its padding index is the rank's own: other code compares whole ids."""
+
+    @functools.wraps(forward)
+    def looked_up(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.__dict__["_tp_looking_up"] = True
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            module.__dict__["_tp_looking_up"] = False
+
+    return looked_up
 
 
 def local_methods(base: type[nn.Module], plan: ModulePlan) -> dict[str, Callable[..., Any]]:
@@ -54,16 +69,14 @@ def localise_sizes(
 
 
 class _PaddingIndex:
-    """`padding_idx`: the whole vocabulary's for everybody, in a rank the local row (None: another rank's)."""
+    """`padding_idx`: the whole vocabulary's for everybody, in the embedding's own forward the rank's row (None: another
+    rank's)."""
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self
         values = module.__dict__
-        slot = values.get("_tp_slot")
-        if "_tp_padding" in values and slot is not None and slot.rank_here() is not None:
-            return values["_tp_padding"]
-        return values["padding_idx"]
+        return values["_tp_padding" if values.get("_tp_looking_up") and "_tp_padding" in values else "padding_idx"]
 
     def __set__(self, module: Any, value: Any) -> None:
         module.__dict__["padding_idx"] = value
