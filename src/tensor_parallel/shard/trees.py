@@ -264,7 +264,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         base = base_class(child)
         plan = shards.resolved.plan.modules.get(path, NO_PLAN)
         signature = _signature(base)
-        key = (base, plan.call_sites, path == "")
+        key = (base, plan.call_sites, bool(plan.lookups), path == "")
         if key not in classes:
             forwards[key] = local_forward(base, plan)
             classes[key] = split_class(base, mixins if path == "" else (SplitModule,), local_methods(base, plan))
