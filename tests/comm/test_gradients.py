@@ -248,3 +248,14 @@ def test_a_broadcast_gives_rank_0_the_whole_gradient_and_the_others_none(team: T
     assert [leaf.grad is None for leaf in leaves] == [False] + [True] * (team.world_size - 1)
     with torch.no_grad():
         assert team.run(lambda rank: team.groups[rank].broadcast(leaves[rank]) is leaves[rank]) == [True] * len(leaves)
+
+
+def test_a_broadcast_among_holders_of_one_piece_keeps_to_them() -> None:
+    team = ThreadTeam([CPU] * 5)
+    leaves = [noise(3, seed=rank // 2) for rank in range(5)]
+    holders = [[0, 1], [2, 3]]
+    out = team.run(lambda rank: (team.groups[rank].broadcast(leaves[rank] * 1, holders) * (rank + 1)).sum())
+    sum(out).backward()
+    team.close()
+    sums = [None if leaf.grad is None else leaf.grad.tolist() for leaf in leaves]
+    assert sums == [[3.0] * 3, None, [7.0] * 3, None, [5.0] * 3]

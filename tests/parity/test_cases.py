@@ -39,6 +39,12 @@ def test_fewer_kv_heads_than_ranks(heads, kv_heads, ranks):
     assert tuple(saved.shape) == (8 * kv_heads, 8 * heads)
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_norms_on_kv_heads_that_ranks_share(ranks):
+    reference, split = pair("qwen3", ranks, num_attention_heads=8, num_key_value_heads=2, hidden_size=64)
+    assert_parity(reference, split, with_labels(padded()), steps=3, gradient_tolerance=1e-9)
+
+
 # A2: heads that the ranks do not divide, a rank may hold none
 @pytest.mark.parametrize(
     ("family", "hidden", "heads", "kv_heads", "ranks"),

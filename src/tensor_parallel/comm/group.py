@@ -15,6 +15,9 @@ import torch
 
 from tensor_parallel.layout import Cuts, Placement
 
+Holders = Sequence[Sequence[int]]
+"""Lists of ranks that hold one and the same."""
+
 
 class Group(Protocol):
     """The ranks that talk, seen from one of them."""
@@ -33,10 +36,12 @@ class Group(Protocol):
         holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""
         ...
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, of which every rank has the same values already: nothing is sent. In backward rank 0 gets
-        the sum of all ranks' gradients, the others none. Where a whole tensor meets a split one, this gathers the parts
-        of its gradient: what lies before sees one whole gradient, and rounds it as the unsplit model does."""
+    def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
+        """The tensor of the first rank of this rank's list in `holders` (by default all ranks are one list), of which
+        the others of the list have the same values already: nothing is sent. In backward the first gets the sum of the
+        list's gradients, the others none. Where a whole tensor meets a split one, this gathers the parts of its
+        gradient: what lies before sees one whole gradient, and rounds it as the unsplit model does. A rank in no list
+        keeps its own."""
         ...
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

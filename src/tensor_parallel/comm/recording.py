@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tensor_parallel.comm.gather import whole_layouts
+from tensor_parallel.comm.group import Holders
 from tensor_parallel.comm.threads import Call, ThreadGroup
 from tensor_parallel.layout import Cuts, DimLayout, Placement, TensorLayout, holds_nothing, put_local
 
@@ -44,7 +45,7 @@ class RecordingGroup:
         self.calls.append(("all_gather", whole.nbytes))
         return whole
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """The tensor: nothing is sent forwards."""
         return tensor
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from tensor_parallel.comm.gather import GatherPlan, plan_gather
+from tensor_parallel.comm.group import Holders
 from tensor_parallel.comm.joint import gather_to_ranks, share_from_first, sum_to_ranks
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.errors import CollectiveError
@@ -62,12 +63,19 @@ class _Meeting(Rendezvous):
             self._plans[key] = found
         return found[0]
 
-    def share(self, values: list[tuple[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        tensors = [tensor for (tensor,) in values]
-        shape, dtype = tensors[0].shape, tensors[0].dtype
-        if any([tensor.shape != shape or tensor.dtype != dtype for tensor in tensors]):
-            raise CollectiveError(f"broadcast of different tensors: {_each(tensors)}; all must have the same values")
-        return share_from_first(tensors)
+    def share(self, values: list[tuple[torch.Tensor, Holders | None]]) -> Sequence[torch.Tensor]:
+        tensors = [tensor for tensor, _ in values]
+        found = list(tensors)
+        for ranks in values[0][1] or (range(self.size),):
+            held = [tensors[rank] for rank in ranks]
+            if any([tensor.shape != held[0].shape or tensor.dtype != held[0].dtype for tensor in held]):
+                raise CollectiveError(
+                    f"broadcast of different tensors: {_each(tensors)}; all must have the same values"
+                )
+            if len(held) > 1:
+                for rank, tensor in zip(ranks, share_from_first(held), strict=True):
+                    found[rank] = tensor
+        return found
 
     def choose(self, values: list[tuple[Any, int]]) -> Sequence[Any]:
         sources = {source for _, source in values}
@@ -150,7 +158,7 @@ class ThreadGroup:
             self.record.append(("all_gather", result.nbytes))
         return result
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """See Group. The result shares the tensor's memory; without gradients it is the tensor.
 
         Raises:
@@ -159,7 +167,7 @@ class ThreadGroup:
         if not torch.is_grad_enabled():
             return tensor
         meeting = self._meeting
-        result: torch.Tensor = meeting.meet(self._rank, "broadcast", meeting.share, (tensor,))
+        result: torch.Tensor = meeting.meet(self._rank, "broadcast", meeting.share, (tensor, holders))
         return result
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

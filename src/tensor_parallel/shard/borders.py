@@ -237,11 +237,25 @@ def _shared_entry(plan: ModulePlan, signature: inspect.Signature, view: RankView
     return _Entry(*_place(signature, first.name), _share(view.group))
 
 
-def _share(group: Group) -> Convert:
+def _share(group: Group, holders: list[list[int]] | None = None) -> Convert:
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        return group.broadcast(tensor) if torch.is_grad_enabled() and tensor.is_floating_point() else tensor
+        return group.broadcast(tensor, holders) if torch.is_grad_enabled() and tensor.is_floating_point() else tensor
 
     return convert
+
+
+def _shared_exit(boundary: Boundary, view: RankView) -> Convert | None:
+    """For an output that stays cut, with pieces that several ranks hold (KV heads fewer than ranks): each of them has a
+    part of its piece's gradient."""
+    if boundary.before.kind != "shard" or boundary.before != boundary.after:
+        return None
+    factors = boundary.before.cut_by
+    found: dict[Any, list[int]] = {}
+    for rank in range(view.group.size()):
+        if not holds_nothing(factors, view.cuts, rank):
+            found.setdefault(tuple(view.cuts[f][rank] for f in factors), []).append(rank)
+    holders = list(found.values())
+    return _share(view.group, holders) if any(len(ranks) > 1 for ranks in holders) else None
 
 
 def compile_borders(
@@ -270,6 +284,8 @@ def compile_borders(
             entries.append(_Entry(*_place(signature, boundary.path), convert, boundary.call))
     for boundary in plan.outputs:
         convert = _converted(boundary, view, leaving=True, outside=outside)
+        if convert is None and not outside:
+            convert = _shared_exit(boundary, view)
         if convert is not None:
             exits.append(_Exit(parse_path(boundary.path), convert, boundary.call))
     shared = _shared_entry(plan, signature, view) if holds_cut and not outside else None
