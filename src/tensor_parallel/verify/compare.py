@@ -5,8 +5,8 @@ noise:
 
 float64: 1e-9; for gradients the larger of that and 30 times the reference's own rounding of sums, which is the
     difference between its gradient and the sum of its gradients for two halves of the loss. It is far below 1e-9 but in
-    models that compute their norms in float32 whatever their dtype: ranks send back parts of a gradient, and each is
-    rounded there by itself.
+    models that compute their norms in float32 whatever their dtype: where a part of a gradient meets such a norm before
+    it is summed with the other ranks' parts, it is rounded there by itself.
 coarser: the larger of 1e-4 and 30 times the reference's own noise, the difference between it and its float64 copy.
 """
 
