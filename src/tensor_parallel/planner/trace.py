@@ -44,6 +44,7 @@ WHOLE = {
     torch.Tensor.__matmul__: "matmul",
     torch._C._nn.scaled_dot_product_attention: "scaled_dot_product_attention",
     torch.rms_norm: "rms_norm",
+    nn.functional.rms_norm: "rms_norm",
     torch.dropout: "dropout",
     nn.functional.dropout: "dropout",
     nn.functional.multi_head_attention_forward: "multi_head_attention_forward",
