@@ -221,7 +221,7 @@ def test_groups_of_queries_beside_key_heads():
 
 def test_a_multi_query_pack():
     packed = leaf(64 + 16 + 16)
-    heads, width = reshape([packed], [6, 16])
+    heads, _ = reshape([packed], [6, 16])
     q, k, v = cut_sum(heads, 4)[0], *cut_sum(cut_sum(heads, 4)[1], 1)
     assert [find(d).size for d in (q, k, v)] == [4, 1, 1]
     assert shown(packed, {find(q): "q"}) == [[(4, "q"), (16, None)], [(32, None)]]

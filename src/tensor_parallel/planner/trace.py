@@ -330,11 +330,15 @@ def _meta_parameters(module: nn.Module) -> Iterator[None]:
 def _restored(module: nn.Module) -> Iterator[None]:
     """Whatever a forward changes is put back: buffers and the random states."""
     saved = [(b, b.detach().clone()) for b in module.buffers()]
+    named = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for found, before in named:
+            if any(found.get(name) is not buffer for name, buffer in before.items()):
+                found.update(before)
         with torch.no_grad():
             for buffer, copy in saved:
                 # Not by version: a batch norm under a dispatch mode writes its statistics without a new one.
