@@ -17,7 +17,7 @@ PLACEMENTS = st.builds(
     st.lists(st.tuples(st.integers(-4, -1), DIMS), max_size=2).map(tuple),
     st.lists(NAMES, max_size=2).map(tuple),
 )
-BOUNDARIES = st.builds(Boundary, NAMES, PLACEMENTS, PLACEMENTS, st.none() | st.integers(0, 5))
+BOUNDARIES = st.builds(Boundary, NAMES, PLACEMENTS, PLACEMENTS, st.none() | st.integers(0, 5), st.booleans())
 NUMBERS = st.integers(-(2**40), 2**40)
 SITES = st.builds(
     CallSite,

@@ -61,12 +61,16 @@ class Boundary:
     path: entering, the forward's parameter name and then keys or indices ("hidden_states", "args.0", "pair.1");
         leaving, "" for the output itself, else its keys or indices ("0", "logits").
     call: only for the call with this index (from 0) of the module in one forward; None for all.
+    gathers_gradient: a whole tensor that meets cut ones behind this border. Each rank's gradient of it is a part; they
+        are summed here at rank 0, so that what lies before (a norm that computes in float32) rounds once, as unsplit.
+        Right without it too: the parts would go back one by one.
     """
 
     path: str
     before: Placement = REPLICATE
     after: Placement = REPLICATE
     call: int | None = None
+    gathers_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,14 @@ _placement = _record(
     },
 )
 _boundary = _record(
-    Boundary, {"path": _Node.text, "before": _placement, "after": _placement, "call": _optional(_Node.integer)}
+    Boundary,
+    {
+        "path": _Node.text,
+        "before": _placement,
+        "after": _placement,
+        "call": _optional(_Node.integer),
+        "gathers_gradient": _Node.flag,
+    },
 )
 _lookup = _record(Lookup, {"path": _Node.text, "weight": _Node.text, "rows": _dim})
 _local_size = _record(LocalSize, {"attribute": _Node.text, "layout": _dim})

@@ -172,6 +172,8 @@ def _boundary_text(boundary: Boundary, entering: bool, factors: Mapping[str, Fac
         what = f"is sliced by each rank for itself; it lies {_placement_text(boundary.after, factors)}"
     elif (before, after) == ("replicate", "partial"):
         what = "stays on rank 0 and is zeros elsewhere, for a sum that comes later"
+    elif boundary.gathers_gradient:
+        what = "is whole and meets cut tensors behind: the parts of its gradient are summed here"
     elif before == after:
         what = f"passes as it is: {lies}"
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
 from tensor_parallel.plan import Boundary, CallSite, Factor, LocalSize, Lookup, ModulePlan, Plan, TensorPlan, Traffic
 from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Cut, Dim, leaves, normal_form
-from tensor_parallel.planner.island import Side, State, border_state
+from tensor_parallel.planner.island import Place, Side, State, border_state, learns
 from tensor_parallel.planner.records import ModuleCall, Value
 from tensor_parallel.planner.select import Candidate, Choice
 
@@ -83,6 +84,7 @@ class _Emitter:
         for candidate in choice.chosen:
             self.factor_names.add(candidate)
         self.cut = self.factor_names.cut
+        self.gathered_gradients = self._gathered_gradients()
         self.by_value: dict[int, list[Candidate]] = {}
         self.places: dict[tuple[str, str, str], tuple[Candidate, str]] = {}
         self.parameters = dict(graph.trace.parameters)
@@ -141,6 +143,26 @@ class _Emitter:
         ]
         return Placement("shard", tuple(dims))
 
+    def _gathered_gradients(self) -> set[Place]:
+        """Where parts of gradients are gathered: for each whole tensor that meets cut ones, the outermost entry that it
+        passes, so that one serves queries, keys and values; where it passes none, the exits of what it is made from."""
+        found: set[Place] = set()
+        for candidate in self.choice.chosen:
+            graph, todo = candidate.graph, sorted(candidate.island.meetings)
+            seen = set(todo)
+            while todo:
+                index, op = todo.pop()
+                border = _gradient_border(graph, index, op)
+                if border is not None:
+                    found.add(border)
+                    continue
+                producer = graph.values[index].producer
+                if producer is not None:
+                    made_from = {(v.index, producer) for v in graph.trace.ops[producer].inputs() if learns(v)}
+                    todo += made_from - seen
+                    seen |= made_from
+        return found
+
     def _boundary(self, call: ModuleCall, side: Side, path: str, value: Value) -> tuple[Placement, Placement] | None:
         place = (call.name, side, path)
         if place in self.places:
@@ -166,20 +188,18 @@ class _Emitter:
         return next((c for c in twins if (c.number, c.trace) == (call.number, call.trace)), None)
 
     def _boundaries(self, calls: Sequence[ModuleCall], side: Side) -> tuple[Boundary, ...]:
-        found: dict[str, dict[int, tuple[Placement, Placement]]] = {}
+        found: dict[str, dict[int, Boundary]] = {}
         for call in calls:
             for path, value in (call.inputs if side == "in" else call.outputs).items():
-                crossing = self._boundary(call, side, path, value) or (REPLICATE, REPLICATE)
-                found.setdefault(path, {})[call.number] = crossing
-        result = []
+                before, after = self._boundary(call, side, path, value) or (REPLICATE, REPLICATE)
+                gathers = before == after == REPLICATE and (call.name, side, path) in self.gathered_gradients
+                found.setdefault(path, {})[call.number] = Boundary(path, before, after, None, gathers)
+        result: list[Boundary] = []
         for path, by_number in found.items():
-            kinds = set(by_number.values())
-            if kinds == {(REPLICATE, REPLICATE)}:
+            kinds = list(dict.fromkeys(by_number.values()))
+            if kinds == [Boundary(path)]:
                 continue
-            if len(kinds) == 1:
-                result.append(Boundary(path, *kinds.pop()))
-            else:
-                result += [Boundary(path, *by_number[n], call=n) for n in sorted(by_number)]
+            result += kinds if len(kinds) == 1 else [replace(by_number[n], call=n) for n in sorted(by_number)]
         return tuple(result)
 
     def modules(self) -> dict[str, ModulePlan]:
@@ -235,6 +255,16 @@ class _Emitter:
                 result.append(Traffic(name, path, "all_gather", len(nbytes), nbytes[0]))
         order = {name: i for i, name in enumerate(self.graph.calls)}
         return tuple(sorted(result, key=lambda t: (order[t.module], t.path)))
+
+
+def _gradient_border(graph: Graph, value: int, op: int) -> Place | None:
+    for call, path in graph.entries.get(value, ()):
+        if call.first_op <= op < call.last_op and call.name:
+            return call.name, "in", path
+    for call, path in reversed(graph.exits.get(value, ())):
+        if not call.first_op <= op < call.last_op and call.name:
+            return call.name, "out", path
+    return None
 
 
 def _whole(value: Value) -> tuple[DimLayout, ...]:

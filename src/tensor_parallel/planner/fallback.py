@@ -54,7 +54,8 @@ def layerwise_plan(module: nn.Module, world_size: int) -> Plan:
             dims = [DimLayout.whole(n) for n in parameter.shape]
             dims[dim if key == "weight" else 0] = cut
             layouts[keys[id(parameter)]] = TensorLayout(tuple(dims))
-        modules[name] = ModulePlan(outputs=(Boundary("", shard(out_dim, cut), REPLICATE),))
+        whole_input = () if isinstance(layer, nn.Embedding) else (Boundary("input", gathers_gradient=True),)
+        modules[name] = ModulePlan(whole_input, (Boundary("", shard(out_dim, cut), REPLICATE),))
         traffic.append(Traffic(name, "", "all_gather", 1, 0))
     tensors = {}
     for key, (tensor, all_names, is_buffer) in names.items():

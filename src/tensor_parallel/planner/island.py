@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tensor_parallel.planner.index_types import Dim
-from tensor_parallel.planner.records import ModuleCall, Op, Trace
+from tensor_parallel.planner.records import ModuleCall, Op, Trace, Value
 
 State = Literal["shard", "partial"]
 Side = Literal["in", "out"]
@@ -38,6 +38,7 @@ class Island:
     places: borders where ranks talk or slice.  biases: parameters that rank 0 alone uses.
     lookups: embedding operators whose rows are cut.  local: values made from sizes that must be local.
     dims: of constants that are sliced here, as what they meet.
+    meetings: (value, operator) where a whole tensor meets cut ones, so that ranks have parts of its gradient.
     """
 
     cut: frozenset[Dim]
@@ -49,6 +50,7 @@ class Island:
     local: set[int]
     conversions: Conversions
     dims: dict[int, list[Dim]]
+    meetings: set[tuple[int, int]]
 
     def state_at(self, value: int, op: int) -> State | None:
         """The value's state as the operator `op` meets it."""
@@ -65,6 +67,11 @@ class Island:
     def touched(self) -> set[int]:
         """Every value that is not replicated somewhere."""
         return set(self.states) | {value for value, _ in self.crossings()}
+
+
+def learns(value: Value) -> bool:
+    """Whether a gradient may go back through the value to more than a parameter itself."""
+    return not value.constant and value.parameter is None and value.dtype.is_floating_point
 
 
 def border_state(

@@ -12,7 +12,7 @@ from torch import nn
 from tensor_parallel.planner.effects import Effect
 from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Dim, find, leaves
-from tensor_parallel.planner.island import Conversion, Conversions, Island, Place, State, border_state
+from tensor_parallel.planner.island import Conversion, Conversions, Island, Place, State, border_state, learns
 from tensor_parallel.planner.records import Op, Value
 
 MAX_PLACES = 256
@@ -114,6 +114,7 @@ class Simulation:
             set(self.local),
             self.conversions,
             dict(self.dims),
+            self.meetings,
         )
 
     def _begin(self) -> None:
@@ -121,6 +122,7 @@ class Simulation:
         self.conversions = self._conversions()
         self.biases: set[str] = set()
         self.lookups: list[Op] = []
+        self.meetings: set[tuple[int, int]] = set()
         self.used_as_bias: set[tuple[int, int]] = set()
         self.todo: list[int] = []
         self.seen: set[int] = set()
@@ -195,9 +197,11 @@ class Simulation:
             return "shard" if shards else None
         if effect.all_blocked:
             raise _Needs("whole", (partial + shards)[0], op.index, f"{op.name} needs whole tensors")
-        if partial:
-            return self._partial(op, effect, inputs, partial, shards)
-        return self._shards(op, effect, inputs, shards)
+        state = (
+            self._partial(op, effect, inputs, partial, shards) if partial else self._shards(op, effect, inputs, shards)
+        )
+        self.meetings.update((value.index, op.index) for value, its in inputs if its is None and learns(value))
+        return state
 
     def _check_constant(self, op: Op, effect: Effect, value: Value) -> None:
         """A constant is cut as what it met elsewhere: operators that know nothing of that would take it for whole."""

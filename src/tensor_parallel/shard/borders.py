@@ -101,13 +101,14 @@ def converter(before: Placement, after: Placement, view: RankView) -> Convert | 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one argument is: by position, else by keyword."""
+    """Where one argument is: by position, else by keyword. `lasting`: not for its gradient alone."""
 
     position: int | None
     keyword: str | None
     path: tuple[Key, ...]
     convert: Convert
     call: int | None = None
+    lasting: bool = True
 
     def apply(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         if self.position is not None and self.position < len(args):
@@ -181,10 +182,11 @@ class _RowLookup:
 class Borders:
     """What one module does at its border on one rank, in one form (inside or outside)."""
 
-    __slots__ = ("by_call", "calls", "entries", "exits", "lookups")
+    __slots__ = ("by_call", "calls", "entries", "exits", "lasting", "lookups")
 
     def __init__(self, entries: list[_Entry], exits: list[_Exit], lookups: list[_RowLookup]) -> None:
         self.entries = entries
+        self.lasting = [entry for entry in entries if entry.lasting]
         self.exits = exits
         self.lookups = lookups
         self.calls = 0
@@ -192,10 +194,11 @@ class Borders:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any], Any]:
         """(arguments, keywords, what `leave` needs)."""
-        if not self.entries and not self.lookups:
+        entries = self.entries if torch.is_grad_enabled() else self.lasting
+        if not entries and not self.lookups:
             return args, kwargs, None
         changed, keywords, masks = list(args), dict(kwargs), None
-        for entry in self.entries:
+        for entry in entries:
             if entry.call is None or entry.call == self.calls:
                 entry.apply(changed, keywords)
         for lookup in self.lookups:
@@ -223,18 +226,6 @@ def _converted(boundary: Boundary, view: RankView, *, leaving: bool, outside: bo
     before = REPLICATE if outside and not leaving else boundary.before
     after = REPLICATE if outside and leaving else boundary.after
     return converter(before, after, view)
-
-
-def _shared_entry(plan: ModulePlan, signature: inspect.Signature, view: RankView) -> _Entry | None:
-    """The entry of a module that holds cut parameters, where its first argument enters whole: each rank's gradient of
-    it is a part, and the parts are gathered here. Right without it, too: every part would go back by itself, through
-    norms that compute in float32 and round each."""
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD) or view.group.size() == 1:
-        return None
-    if plan.lookups or any(str(parse_path(boundary.path)[0]) == first.name for boundary in plan.inputs):
-        return None
-    return _Entry(*_place(signature, first.name), _share(view.group))
 
 
 def _share(group: Group, holders: list[list[int]] | None = None) -> Convert:
@@ -265,14 +256,8 @@ def compile_borders(
     view: RankView,
     *,
     outside: bool,
-    holds_cut: bool = False,
-    beside_cut: bool = False,
 ) -> Borders | None:
     """The border of `module` on one rank; None where nothing happens at it.
-
-    holds_cut: whether parameters of the module itself are cut.
-    beside_cut: whether it is whole and stands beside such a module: split code may use what it gives (keys that all
-        heads share), each rank with a gradient of its own.
 
     Raises:
         PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
@@ -280,19 +265,17 @@ def compile_borders(
     entries, exits = [], []
     for boundary in plan.inputs:
         convert = _converted(boundary, view, leaving=False, outside=outside)
+        lasting = convert is not None
+        if convert is None and boundary.gathers_gradient:
+            convert = _share(view.group)
         if convert is not None:
-            entries.append(_Entry(*_place(signature, boundary.path), convert, boundary.call))
+            entries.append(_Entry(*_place(signature, boundary.path), convert, boundary.call, lasting))
     for boundary in plan.outputs:
         convert = _converted(boundary, view, leaving=True, outside=outside)
         if convert is None and not outside:
-            convert = _shared_exit(boundary, view)
+            convert = _share(view.group) if boundary.gathers_gradient else _shared_exit(boundary, view)
         if convert is not None:
             exits.append(_Exit(parse_path(boundary.path), convert, boundary.call))
-    shared = _shared_entry(plan, signature, view) if holds_cut and not outside else None
-    if shared is not None:
-        entries.append(shared)
-    if beside_cut and not outside and plan == ModulePlan() and view.group.size() > 1:
-        exits.append(_Exit((), _share(view.group)))
     lookups = [_lookup(lookup, module, signature, view) for lookup in plan.lookups]
     return Borders(entries, exits, lookups) if entries or exits or lookups else None
 

@@ -254,12 +254,6 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     shards.borders_by_call = [[] for _ in shards.devices]
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
-    cut = [t for t in shards.resolved.plan.tensors.values() if t.is_cut and not t.is_buffer]
-    holders_of_cut = {name.rpartition(".")[0] for tensor in cut for name in tensor.names}
-    around = {path.rpartition(".")[0] for path in holders_of_cut}
-    whole = [t for t in shards.resolved.plan.tensors.values() if not t.is_cut and not t.is_buffer]
-    holders = {name.rpartition(".")[0] for tensor in whole for name in tensor.names} - holders_of_cut
-    beside_cut = {path for path in holders if path.rpartition(".")[0] in around}
     for path, child in list(module.named_modules()):
         base = base_class(child)
         plan = shards.resolved.plan.modules.get(path, NO_PLAN)
@@ -273,8 +267,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             slot = Slot(shards, rank, path, forwards[key])
             slot.children = {name: weakref.ref(part) for name, part in own._modules.items() if part is not None}
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
-            where = {"holds_cut": path in holders_of_cut, "beside_cut": path in beside_cut}
-            slot.inside = compile_borders(plan, own, signature, view, outside=False, **where)
+            slot.inside = compile_borders(plan, own, signature, view, outside=False)
             slot.outside = compile_borders(plan, own, signature, view, outside=True)
             slot.parts = shows_parts(plan)
             by_call = [b for b in (slot.inside, slot.outside) if b is not None and b.by_call]
