@@ -117,13 +117,13 @@ class _Emitter:
             return self.graph.trace.opaque[key]
         if value.index not in self.graph.consumers:
             return "the traced forward does not use it"
-        reasons = [
-            self.choice.reasons[node]
-            for dim in value.dims
-            for node in leaves(dim)
-            if node in self.choice.reasons and node.size > 1
-        ]
-        return "; ".join(dict.fromkeys(reasons)) or "it has one unit"
+        reasons = []
+        for node in dict.fromkeys(node for dim in value.dims for node in leaves(dim)):
+            if node in self.choice.reasons and node.size > 1:
+                others = len(self.graph.by_leaf.get(node, ())) - 1
+                units = f"its {node.size} units are those of {others} other tensors too: " if others > 0 else ""
+                reasons.append(units + self.choice.reasons[node])
+        return "; ".join(reasons) or "it has one unit"
 
     # --- modules --------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,8 @@ def choose(
             continue
         candidate = Candidate(leaf_name(graph, node), node, island, saved, cost, graph)
         if candidate.gain <= 0:
-            choice.reasons[node] = f"saves {saved:.0f} bytes and costs {cost:.0f} in collectives"
+            worth = f"it saves {saved:.0f} bytes a device and costs as much as {cost:.0f}"
+            choice.reasons[node] = f"cutting it is not worth its collectives: {worth}"
         else:
             found.append(candidate)
     found.sort(key=lambda c: (-c.gain, c.name))

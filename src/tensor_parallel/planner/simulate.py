@@ -46,6 +46,12 @@ class Simulation:
         self.local: set[int] = set()
         self.dims: dict[int, list[Dim]] = {}
 
+    def _said(self, op: Op) -> str:
+        """An operator for people: what it is and in which module."""
+        name = op.name.removeprefix("aten.").partition(".")[0].strip("_")
+        module = self.graph.trace.module_calls[op.module_call].name
+        return f"{name} in {module!r}" if module else name
+
     def _has(self, value: Value) -> bool:
         dims = self.dims.get(value.index)
         return self.graph.has(value, self.cut) if dims is None else any(dim_has(dim, self.cut) for dim in dims)
@@ -152,7 +158,7 @@ class Simulation:
                 self._check_once(op, output)
             if output.index in self.local:
                 if state == "partial":
-                    raise Fails(f"{op.name} makes a local tensor out of a partial sum")
+                    raise Fails(f"{self._said(op)} makes a local tensor out of a partial sum")
                 self.states[output.index] = "shard"
             elif state is not None and (state == "partial" or self._has(output)):
                 self.states[output.index] = state
@@ -166,7 +172,7 @@ class Simulation:
         for node in self.cut:
             rows = [[sum(n is node for n in row) for row in _segments(dim)] for dim in value.dims]
             if sum(any(row) for row in rows) > 1 or any(count > 1 for row in rows for count in row):
-                raise Fails(f"{op.name} gives a tensor that has the same units twice")
+                raise Fails(f"{self._said(op)} gives a tensor that has the same units twice")
 
     def _check_parameter(self, value: Value) -> None:
         for dim in value.dims:
@@ -196,7 +202,7 @@ class Simulation:
         if effect.shape_only:
             return "shard" if shards else None
         if effect.all_blocked:
-            raise _Needs("whole", (partial + shards)[0], op.index, f"{op.name} needs whole tensors")
+            raise _Needs("whole", (partial + shards)[0], op.index, f"{self._said(op)} needs whole tensors")
         state = (
             self._partial(op, effect, inputs, partial, shards) if partial else self._shards(op, effect, inputs, shards)
         )
@@ -205,11 +211,13 @@ class Simulation:
 
     def _check_constant(self, op: Op, effect: Effect, value: Value) -> None:
         """A constant is cut as what it met elsewhere: operators that know nothing of that would take it for whole."""
-        for i, dim in enumerate(self.dims.get(value.index, ())):
+        dims = self.dims.get(value.index, value.dims)
+        for i, dim in enumerate(dims):
             own = {node for node in leaves(dim) if node in self.cut}
             met = [as_ for v, j, as_ in effect.sliced if v is value and j % len(value.shape) == i]
-            if own and not any(own == {node for node in leaves(as_) if node in self.cut} for as_ in met):
-                raise Fails(f"{op.name} takes a constant that is sliced elsewhere")
+            fits = all(own == {node for node in leaves(as_) if node in self.cut} for as_ in met)
+            if not fits or (own and not met and dims is not value.dims):
+                raise Fails(f"{self._said(op)} takes a constant that is sliced elsewhere")
 
     def _partial(
         self,
@@ -219,7 +227,7 @@ class Simulation:
         partial: list[Value],
         shards: list[Value],
     ) -> State:
-        why = f"{op.name} cannot take a partial sum"
+        why = f"{self._said(op)} cannot take a partial sum"
         others = [value for value, state in inputs if state is None]
         if shards or effect.linear == "none":
             raise _Needs("whole", partial[0], op.index, why)
@@ -242,28 +250,28 @@ class Simulation:
         for dim in effect.blocked:
             for value in shards:
                 if dim_has(dim, self.cut) and has_dim(self.dims.get(value.index, value.dims), dim, self.cut):
-                    raise _Needs("whole", value, op.index, f"{op.name} mixes the units")
+                    raise _Needs("whole", value, op.index, f"{self._said(op)} mixes the units")
         for value, index, as_ in effect.sliced:
             if not dim_has(as_, self.cut):
                 continue
             self.dims.setdefault(value.index, list(value.dims))[index] = as_
             if self._state(value, op.index) is None:
-                raise _Needs("slice", value, op.index, f"{op.name} needs a slice of a constant")
+                raise _Needs("slice", value, op.index, f"{self._said(op)} needs a slice of a constant")
         if effect.lookup is not None and dim_has(effect.lookup[2], self.cut):
             return self._lookup(op, effect)
         contracted = [dim for dim in effect.contracted if dim_has(dim, self.cut)]
         for value, state in inputs:
             if state is None and self._has(value) and not (contracted and value in effect.bias):
-                raise _Needs("slice", value, op.index, f"{op.name} needs a slice")
+                raise _Needs("slice", value, op.index, f"{self._said(op)} needs a slice")
         return self._contract(op, effect, contracted) if contracted else "shard"
 
     def _contract(self, op: Op, effect: Effect, contracted: list[Dim]) -> State:
         for dim in contracted:
             for segment in _segments(dim):
                 if self.cut - set(segment):
-                    raise Fails(f"{op.name} sums over a dim of which a segment is not cut")
+                    raise Fails(f"{self._said(op)} sums over a dim of which a segment is not cut")
         if any(self._has(output) for output in op.outputs):
-            raise Fails(f"{op.name} sums over cut units and keeps them")
+            raise Fails(f"{self._said(op)} sums over cut units and keeps them")
         for value in effect.bias:
             self._add_bias(op, value, None)
         return "partial"
@@ -292,13 +300,13 @@ class Simulation:
             producer = None if source.producer is None else self.graph.trace.ops[source.producer]
             if producer is None or not _is_view(producer):
                 if partial is None:
-                    raise Fails(f"{op.name} adds a tensor that is no parameter to a partial sum")
-                raise _Needs("whole", partial, op.index, f"{op.name} adds a whole tensor")
+                    raise Fails(f"{self._said(op)} adds a tensor that is no parameter to a partial sum")
+                raise _Needs("whole", partial, op.index, f"{self._said(op)} adds a whole tensor")
             source, via = producer.inputs()[0], producer.index
         if partial is not None and (source.is_buffer or self._has(source)):
-            raise _Needs("whole", partial, op.index, f"{op.name} adds {source.parameter}")
+            raise _Needs("whole", partial, op.index, f"{self._said(op)} adds {source.parameter}")
         if source.is_buffer or self._has(source):
-            raise Fails(f"{op.name} adds {source.parameter} to a partial sum")
+            raise Fails(f"{self._said(op)} adds {source.parameter} to a partial sum")
         self.used_as_bias.add((source.index, via))
         self.biases.add(source.parameter)
 
@@ -334,7 +342,7 @@ class Simulation:
         # Of several modules that hand out the same tensor, the innermost (called last): its callers see the whole.
         place: Place = min(item for item in found if item[0] == origin)[2]
         if place in self.places:
-            raise Fails(f"{need.why}, although {place} is whole")
+            raise Fails(f"{need.why}, even where {_border(place)} is whole")
         self.places[place] = kind
         if sum(k == "all_gather" for k in self.places.values()) > MAX_GATHERS:
             raise Fails(f"more than {MAX_GATHERS} gathers")
@@ -345,7 +353,7 @@ class Simulation:
             if call.first_op <= need.op < call.last_op:
                 place: Place = (call.name, "in", path)
                 if place in self.places:
-                    raise Fails(f"{need.why}, although {place} is sliced")
+                    raise Fails(f"{need.why}, even where {_border(place)} is sliced")
                 self.places[place] = "slice"
                 return
         producer = None if value.producer is None else self.graph.trace.ops[value.producer]
@@ -358,11 +366,11 @@ class Simulation:
             self.local.add(value.index)
             return
         if effect.all_blocked or any(dim_has(d, self.cut) for d in (*effect.blocked, *effect.contracted)):
-            raise Fails(f"{need.why}, and {producer.name} mixes what must be sliced")
+            raise Fails(f"{need.why}, and {self._said(producer)} mixes what must be sliced")
         inputs = [v for v in producer.inputs() if self._has(v)]
         before = [v for v in inputs if self._state(v, producer.index) is None]
         if not before:
-            raise Fails(f"{need.why}, and {producer.name} makes it whole")
+            raise Fails(f"{need.why}, and {self._said(producer)} makes it whole")
         self._slice(_Needs("slice", before[0], producer.index, need.why))
 
     def _makes(self, producer: Op, value: Value) -> bool:
@@ -422,6 +430,11 @@ def has_dim(dims: Sequence[Dim], dim: Dim, cut: frozenset[Dim]) -> bool:
     """Whether one of the cut leaves of `dim` occurs in `dims`."""
     wanted = {node for node in leaves(dim) if node in cut}
     return any(node in wanted for own in dims for node in leaves(own))
+
+
+def _border(place: Place) -> str:
+    name, side, path = place
+    return f"{'input' if side == 'in' else 'output'} {path}".rstrip() + f" of {name or 'the model'!r}"
 
 
 _VIEWS = (
