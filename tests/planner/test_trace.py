@@ -28,7 +28,9 @@ def transformers_model(family):
         "llama": lambda: transformers.LlamaConfig(**common, num_key_value_heads=2, intermediate_size=40),
         "qwen3": lambda: transformers.Qwen3Config(**common, num_key_value_heads=2, intermediate_size=40, head_dim=8),
         "bert": lambda: transformers.BertConfig(**common, intermediate_size=40),
-        "gpt2": lambda: transformers.GPT2Config(vocab_size=101, n_embd=32, n_head=4, n_layer=2, bos_token_id=1, eos_token_id=1),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=101, n_embd=32, n_head=4, n_layer=2, bos_token_id=1, eos_token_id=1
+        ),
     }[family]()
     kind = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
     return kind.from_config(config).eval()
@@ -315,7 +317,9 @@ def test_sizes_and_counts_remember_their_tensor():
 
 
 def test_what_leaves_for_python_is_an_operator():
-    _, names = names_of(lambda x, w: (x * w) * sum((x * w).detach()[0].tolist()) * float((x * w).detach().numpy().sum()))
+    _, names = names_of(
+        lambda x, w: (x * w) * sum((x * w).detach()[0].tolist()) * float((x * w).detach().numpy().sum())
+    )
     assert names.count("read") == 2
 
 
