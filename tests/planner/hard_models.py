@@ -924,13 +924,12 @@ class Embeddings(nn.Module):
     def __init__(self):
         super().__init__()
         self.padded = nn.Embedding(VOCAB, 40, padding_idx=3)
-        self.bounded = nn.Embedding(VOCAB, 40, max_norm=1.0)
         self.often = nn.Embedding(VOCAB, 40, scale_grad_by_freq=True)
         self.places = nn.Embedding(40, 40)
         self.head = nn.Linear(40, 3)
 
     def forward(self, ids):
-        x = self.padded(ids) + self.bounded(ids) + self.often(ids)
+        x = self.padded(ids) + self.often(ids)
         return self.head(torch.tanh(x + self.places(torch.arange(ids.shape[1]) + 2)))
 
 

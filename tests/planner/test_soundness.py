@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from hard_models import CASES
+from hard_models import CASES, VOCAB
+from torch import nn
 
 import tensor_parallel as tp
 from tensor_parallel.planner import Exchange, make_plan
@@ -87,3 +88,11 @@ def test_what_the_forward_leaves_in_the_module_is_whole():
     model(**inputs(2, 5, 1))
     torch.testing.assert_close(split.aux, model.aux)
     torch.testing.assert_close(split.kept[0], model.kept[0])
+
+
+def test_a_forward_that_writes_into_a_parameter_is_refused():
+    model = nn.Sequential(nn.Embedding(VOCAB, 40, max_norm=0.1), nn.Linear(40, 4)).double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(tp.PlanError, match=r"writes into 0\.weight in place"):
+        tp.tensor_parallel(model, ["cpu"] * 2, example_inputs=(torch.arange(6)[None],))
+    assert torch.equal(model[0].weight, before["0.weight"])

@@ -15,6 +15,7 @@ from tensor_parallel.planner.fallback import layerwise_plan
 from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.hidden import drop_hidden
 from tensor_parallel.planner.isolate import closed, isolated
+from tensor_parallel.planner.records import Trace
 from tensor_parallel.planner.rules import DEFAULT_RULES
 from tensor_parallel.planner.select import Choice, Exchange, choose
 from tensor_parallel.planner.sizes import Solver
@@ -39,12 +40,13 @@ def make_plan(
     exchange: what a collective costs.
 
     Raises:
-        PlanError: world_size below 1.
+        PlanError: world_size below 1, or the forward writes into its parameters.
         TraceError: the forward refuses the inputs or cannot be traced.
     """
     if world_size < 1:
         raise PlanError(f"world_size is {world_size}; at least 1 rank is needed")
     traced = trace(module, example_inputs)
+    _refuse_written(traced)
     effects = infer(traced.ops, rules)
     graph = Graph.of(traced, effects, dict(module.named_modules()))
     # Fewer than two ranks deal out nothing; the plan is then made as for two.
@@ -58,3 +60,14 @@ def make_plan(
             choose(alone, world, rate, Solver(alone), choice)
     drop_hidden(choice, traced)
     return emit(graph, choice, parameter_names(module), world_size)
+
+
+def _refuse_written(traced: Trace) -> None:
+    """Ranks of one process share whole parameters: writes of several threads into one would meet."""
+    kept = [op.inputs()[0] for op in traced.ops if op.name == "kept in a buffer"]
+    written = sorted({value.parameter for value in kept if value.parameter is not None and not value.is_buffer})
+    if written:
+        raise PlanError(
+            f"the forward writes into {', '.join(written)} in place, as an embedding with max_norm does; ranks share "
+            "parameters that are whole, so such a model cannot be split yet: do it outside the forward"
+        )

@@ -22,6 +22,8 @@ class Recorder:
         self.pending: list[tuple[Value, Value, Value]] = []
         self.kept: dict[int, Value] = {}
         self.changed: list[int] = []
+        self.parameters: dict[int, torch.Tensor] = {}
+        self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.storages: dict[int, list[int]] = {}
         self.alive: list[Any] = []
         self.stack: list[int] = []
@@ -61,6 +63,20 @@ class Recorder:
             constant = is_buffer
             self.trace.parameters[key] = self.add(tensor, parameter=key, is_buffer=is_buffer, constant=constant)
         self.kept[id(tensor)] = self.trace.parameters[key]
+        if not is_buffer:
+            self.parameters[_storage(tensor)] = tensor
+
+    def before_write(self, written: torch.Tensor) -> None:
+        """Keep the values of a parameter that an operator is about to write into."""
+        parameter = self.parameters.get(_storage(written))
+        if parameter is not None and not parameter.is_meta:
+            self.saved.setdefault(id(parameter), (parameter, parameter.detach().clone()))
+
+    def restore(self) -> None:
+        """Put back the values of parameters that the forward wrote into."""
+        with torch.no_grad():
+            for parameter, values in self.saved.values():
+                parameter.copy_(values)
 
     def record(self, name: str, args: Any, kwargs: Any, outputs: Any, overload: Any = None) -> None:
         args, kwargs = replaced(args, self.value), replaced(kwargs, self.value)

@@ -76,6 +76,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         run_args, run_kwargs = args, kwargs
         if self.meta:
             run_args, run_kwargs = _on_meta(func, args, kwargs)
+        if func._schema.is_mutable:
+            for _, tensor in tensors((args, kwargs)):
+                self.state.before_write(tensor)
         outputs = func(*run_args, **run_kwargs)
         if not self.state.silent:
             self.state.record(str(func), args, kwargs, outputs, func)
@@ -445,5 +448,8 @@ def _held_elsewhere(module: nn.Module, keys: Mapping[str, Any]) -> dict[str, str
 
 def _run(state: Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    with _instrumented(state, modules), torch.enable_grad(), _Operators(state, meta), _Functions(state):
-        module(*args, **kwargs)
+    try:
+        with _instrumented(state, modules), torch.enable_grad(), _Operators(state, meta), _Functions(state):
+            module(*args, **kwargs)
+    finally:
+        state.restore()
