@@ -200,9 +200,12 @@ def number(value: int) -> int:
     return int.__int__(value)
 
 
-def expression_of(value: int) -> Expression:
-    """Where `value` came from; a constant where nobody knows."""
-    return value.expression if isinstance(value, TrackedInt) else Constant(int.__index__(value))
+def expression_of(value: int, recorder: IntegerRecorder | None = None) -> Expression:
+    """Where `value` came from; a constant where nobody knows, or another recorder than the one given (the model's code
+    has kept the number since an earlier trace)."""
+    if isinstance(value, TrackedInt):
+        return value.expression if recorder is None or recorder is value.recorder else Constant(number(value))
+    return Constant(int.__index__(value))
 
 
 def _binary(op: str, reflected: bool) -> Callable[[TrackedInt, Any], Any]:
@@ -242,7 +245,7 @@ def _comparing(op: Literal["==", "!=", "<", "<=", ">", ">="], name: str) -> Call
             self.recorder.escape(self.expression, f"{op} float")
         result = plain(number(self), number(other) if isinstance(other, TrackedInt) else other)
         if result is not NotImplemented:
-            self.recorder.compare(op, self.expression, expression_of(other), result)
+            self.recorder.compare(op, self.expression, expression_of(other, self.recorder), result)
         return result
 
     return apply
@@ -269,7 +272,12 @@ class TrackedInt(int):
         if not isinstance(value, int) or depth > DEEPEST:
             self._noted(op if isinstance(value, float) else "too many operations", operands)
             return value
-        return TrackedInt(value, Operation(op, tuple(map(expression_of, operands))), self.recorder, depth)
+        return TrackedInt(
+            value,
+            Operation(op, tuple(expression_of(operand, self.recorder) for operand in operands)),
+            self.recorder,
+            depth,
+        )
 
     def _noted(self, how: str, others: tuple[Any, ...]) -> bool:
         for value in dict.fromkeys(v.expression for v in (self, *others) if isinstance(v, TrackedInt)):

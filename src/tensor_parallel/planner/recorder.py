@@ -40,7 +40,8 @@ class Recorder:
             self._keep(tensor, found)
         if found is None:
             found = self.add(tensor)
-            self.trace.data.append(tensor)
+            if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                self.trace.data.append(tensor)
         return found
 
     def _keep(self, tensor: torch.Tensor, value: Value) -> None:

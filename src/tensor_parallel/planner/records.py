@@ -135,8 +135,10 @@ def tensors(tree: Any, kind: type = torch.Tensor, path: str = "") -> Iterator[tu
         for key, item in enumerate(tree):
             yield from tensors(item, kind, f"{path}.{key}" if path else str(key))
     elif hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        # Not getattr: a field may have become a property that refuses to be read.
+        held = tree.__dict__ if hasattr(tree, "__dict__") else {k: getattr(tree, k, None) for k in tree.__slots__}
         for key in tree.__dataclass_fields__:
-            yield from tensors(getattr(tree, key, None), kind, f"{path}.{key}" if path else key)
+            yield from tensors(held.get(key), kind, f"{path}.{key}" if path else key)
 
 
 def replaced(tree: Any, change: Any, kind: type = torch.Tensor) -> Any:

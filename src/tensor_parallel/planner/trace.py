@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_parallel.errors import TraceError
 from tensor_parallel.plan import source
-from tensor_parallel.planner.integers import OWN, Attribute, Size, TrackedInt, number, tracked_attributes
+from tensor_parallel.planner.integers import (
+    OWN,
+    Attribute,
+    IntegerRecorder,
+    Size,
+    TrackedInt,
+    number,
+    tracked_attributes,
+)
 from tensor_parallel.planner.recorder import Recorder
 from tensor_parallel.planner.records import (
     FunctionCall,
@@ -158,7 +166,9 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         call = FunctionCall(len(state.trace.function_calls), name, (), {}, state.stack[-1])
         state.trace.function_calls.append(call)
-        call.integers = list(_integers(args, ())) + [i for k, v in kwargs.items() for i in _integers(v, (k,))]
+        recorder = state.trace.recorder
+        named = (i for k, v in kwargs.items() for i in _integers(v, (k,), recorder))
+        call.integers = [*_integers(args, (), recorder), *named]
         call.args = replaced(replaced(args, state.value), number, TrackedInt)
         call.kwargs = replaced(replaced(kwargs, state.value), number, TrackedInt)
         call.args = _plain_slices(call.args)
@@ -176,17 +186,17 @@ def _plain_slices(tree: Any) -> Any:
     return replaced(tree, plain, slice)
 
 
-def _integers(tree: Any, path: tuple[int | str, ...]) -> Iterator[IntegerArgument]:
+def _integers(tree: Any, path: tuple[int | str, ...], recorder: IntegerRecorder) -> Iterator[IntegerArgument]:
     if isinstance(tree, TrackedInt):
-        yield IntegerArgument(path, number(tree), tree.expression)
+        yield IntegerArgument(path, number(tree), tree.expression if tree.recorder is recorder else None)
     elif isinstance(tree, int) and not isinstance(tree, bool):
         yield IntegerArgument(path, tree, None)
     elif isinstance(tree, slice):
         for name in ("start", "stop", "step"):
-            yield from _integers(getattr(tree, name), (*path, name))
+            yield from _integers(getattr(tree, name), (*path, name), recorder)
     elif isinstance(tree, (tuple, list)):
         for key, item in enumerate(tree):
-            yield from _integers(item, (*path, key))
+            yield from _integers(item, (*path, key), recorder)
 
 
 def _locate(call: FunctionCall, frame: FrameType, state: Recorder) -> None:
