@@ -19,7 +19,7 @@ from tensor_parallel.plan.check import check_plan
 from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
-from tensor_parallel.tensor_parallel import Device, as_device, check_device_ids, split, wrapper_for
+from tensor_parallel.tensor_parallel import Device, TensorParallel, as_device, check_device_ids, split
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -78,7 +78,7 @@ def tensor_parallel(
         check_plan(plan, module)
     resolved = resolve(plan, len(devices))
     check_splittable(module, resolved)
-    return split(module, resolved, devices, output_device, wrapper_for(module))
+    return split(module, resolved, devices, output_device, _wrapper_for(module))
 
 
 def make_plan(
@@ -112,6 +112,21 @@ def make_plan(
     return planner.make_plan(module, world_size, inputs, rules=rules)
 
 
+def _is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a transformers model, without importing transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def _wrapper_for(module: nn.Module) -> type[TensorParallel]:
+    """TensorParallelPreTrainedModel for a transformers model, else TensorParallel."""
+    if not _is_pretrained(module):
+        return TensorParallel
+    from tensor_parallel.pretrained_model import TensorParallelPreTrainedModel
+
+    return TensorParallelPreTrainedModel
+
+
 def as_inputs(example_inputs: Any) -> list[Inputs]:
     """example_inputs as a list of dicts and tuples.
 
@@ -142,11 +157,6 @@ def _padded_too(module: nn.Module, inputs: Sequence[Inputs]) -> list[Inputs]:
             mask[0, : ids.size(1) // 3] = 0
             found.append({**item, "attention_mask": mask})
     return found
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def own_example_inputs(module: nn.Module) -> list[Inputs] | None:

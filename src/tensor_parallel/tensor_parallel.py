@@ -38,11 +38,12 @@ class TensorParallel(SplitModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         shards, fresh = shards_of(self), joined_copy(self, memo)
-        return _again(fresh, shards.resolved, shards.devices, shards.output_device)
+        return _again(fresh, shards.resolved, shards.devices, shards.output_device, type(self).__bases__[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         shards = shards_of(self)
-        return _again, (joined_copy(self, {}), shards.resolved, shards.devices, shards.output_device)
+        made_from = joined_copy(self, {}), shards.resolved, shards.devices, shards.output_device
+        return _again, (*made_from, type(self).__bases__[0])
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:
@@ -50,30 +51,16 @@ class TensorParallel(SplitModule):
 
 
 def _again(
-    module: nn.Module, resolved: ResolvedPlan, devices: tuple[torch.device, ...], output_device: torch.device
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    devices: tuple[torch.device, ...],
+    output_device: torch.device,
+    wrapper: type[TensorParallel],
 ) -> nn.Module:
     """Split a copy as its original was."""
     for device in devices:
         _check_exists(device)
-    return split(module, resolved, devices, output_device, wrapper_for(module))
-
-
-def wrapper_for(module: nn.Module) -> type[TensorParallel]:
-    """TensorParallelPreTrainedModel for a transformers model, else TensorParallel."""
-    import sys
-
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
-        return TensorParallel
-    return _find_wrapper()
-
-
-def _find_wrapper() -> type[TensorParallel]:
-    import importlib
-
-    room = importlib.import_module("tensor_parallel.pretrained_model")
-    found: type[TensorParallel] = room.TensorParallelPreTrainedModel
-    return found
+    return split(module, resolved, devices, output_device, wrapper)
 
 
 def split(

@@ -15,7 +15,16 @@ from tensor_parallel.layout.dims import (
     spread,
 )
 from tensor_parallel.layout.placement import REPLICATE, Placement, partial, shard
-from tensor_parallel.layout.tensors import TensorLayout, holders, join, local_shape, put_local, take, take_local
+from tensor_parallel.layout.tensors import (
+    TensorLayout,
+    holders,
+    join,
+    local_shape,
+    put_local,
+    regions,
+    take,
+    take_local,
+)
 
 __all__ = [
     "REPLICATE",
@@ -36,6 +45,7 @@ __all__ = [
     "local_size",
     "partial",
     "put_local",
+    "regions",
     "runs",
     "shard",
     "spread",

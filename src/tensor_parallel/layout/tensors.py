@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,20 +44,31 @@ def take_local(tensor: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int
     return tensor
 
 
-def put_local(whole: torch.Tensor, local: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int) -> None:
-    """Write `rank`'s part into the whole tensor, in place."""
-    _put(whole, local, [(d, runs(dl, cuts, rank)) for d, dl in enumerate(layout.dims) if dl.factors])
+def regions(
+    whole: torch.Tensor, local: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(view of the whole, view of `rank`'s part) of each block that the part is made of: copying one way cuts, the
+    other way joins, without a third tensor."""
+    return _regions(whole, local, [(d, runs(dl, cuts, rank)) for d, dl in enumerate(layout.dims) if dl.factors])
 
 
-def _put(whole: torch.Tensor, local: torch.Tensor, todo: Sequence[tuple[int, list[tuple[int, int]]]]) -> None:
+def _regions(
+    whole: torch.Tensor, local: torch.Tensor, todo: Sequence[tuple[int, list[tuple[int, int]]]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if not todo:
-        whole.copy_(local)
+        yield whole, local
         return
     (dim, pieces), rest = todo[0], todo[1:]
     offset = 0
     for start, stop in pieces:
-        _put(whole.narrow(dim, start, stop - start), local.narrow(dim, offset, stop - start), rest)
+        yield from _regions(whole.narrow(dim, start, stop - start), local.narrow(dim, offset, stop - start), rest)
         offset += stop - start
+
+
+def put_local(whole: torch.Tensor, local: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int) -> None:
+    """Write `rank`'s part into the whole tensor, in place."""
+    for block, part in regions(whole, local, layout, cuts, rank):
+        block.copy_(part)
 
 
 def holders(layout: TensorLayout, cuts: Cuts, world_size: int) -> list[list[int]]:

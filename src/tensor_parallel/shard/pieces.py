@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, runs
+from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, regions
 from tensor_parallel.plan import ResolvedPlan, TensorPlan
 
 MARK = "@"
@@ -84,19 +84,9 @@ class SplitTensor:
 
 
 def pick(local: torch.Tensor, whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int) -> None:
-    """Copy `rank`'s part of `whole` into `local`, piece by piece and so without another tensor of its size."""
-    _pick(local, whole, [(d, runs(dim, cuts, rank)) for d, dim in enumerate(layout.dims) if dim.factors])
-
-
-def _pick(local: torch.Tensor, whole: torch.Tensor, todo: Sequence[tuple[int, list[tuple[int, int]]]]) -> None:
-    if not todo:
-        local.copy_(whole)
-        return
-    (dim, ranges), rest = todo[0], todo[1:]
-    offset = 0
-    for start, stop in ranges:
-        _pick(local.narrow(dim, offset, stop - start), whole.narrow(dim, start, stop - start), rest)
-        offset += stop - start
+    """Copy `rank`'s part of `whole` into `local`, block by block and so without another tensor of its size."""
+    for block, part in regions(whole, local, layout, cuts, rank):
+        part.copy_(block)
 
 
 def cut(whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int, device: torch.device) -> torch.Tensor:
