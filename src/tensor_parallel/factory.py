@@ -99,6 +99,8 @@ def make_plan(
     """
     if ratios is not None:
         raise NotImplementedError("`ratios` is not there yet; leave it out")
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(f"world_size is {world_size!r}; give the number of devices, such as 2")
     _check_module(module)
     inputs = own_example_inputs(module) if example_inputs is None else as_inputs(example_inputs)
     if inputs is None:
@@ -136,6 +138,8 @@ def as_inputs(example_inputs: Any) -> list[Inputs]:
     found = list(example_inputs) if isinstance(example_inputs, list) else [example_inputs]
     if not found or not all(isinstance(item, (Mapping, tuple)) for item in found):
         kinds = ", ".join(type(item).__name__ for item in found) or "nothing"
+        if isinstance(example_inputs, torch.Tensor):
+            kinds = "a bare tensor, for which you would write (tensor,)"
         raise TypeError(f"example_inputs holds {kinds}; give a dict or a tuple of arguments, or a list of them")
     return found
 
@@ -181,8 +185,13 @@ def _refuse_later(
 ) -> None:
     """Raise NotImplementedError for what comes with later versions, by the keyword's name."""
     if config is not None and not isinstance(config, Plan):
+        cure = {
+            "tuple": "inputs to trace with go into example_inputs=",
+            "str": "a plan file is read by tp.Plan.load(path)",
+            "PosixPath": "a plan file is read by tp.Plan.load(path)",
+        }.get(type(config).__name__, "hand-written rules are not there yet")
         raise NotImplementedError(
-            f"tensor_parallel_config is a {type(config).__name__}: only a tp.Plan can be given yet, no rules"
+            f"tensor_parallel_config is a {type(config).__name__}, and only a tp.Plan can be given yet: {cure}"
         )
     if distributed is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotImplementedError(

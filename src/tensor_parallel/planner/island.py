@@ -64,6 +64,10 @@ class Island:
         for value, conversions in self.conversions.items():
             yield from ((value, conversion) for conversion in conversions if conversion.state == "shard")
 
+    def computes_whole(self) -> bool:
+        """Whether a stretch in the middle is gathered and sliced again: every rank computes all of it."""
+        return {"all_gather", "slice"} <= set(self.places.values())
+
     def touched(self) -> set[int]:
         """Every value that is not replicated somewhere."""
         return set(self.states) | {value for value, _ in self.crossings()}

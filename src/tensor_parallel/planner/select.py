@@ -1,7 +1,8 @@
 """Which leaves to cut: simulate every candidate, then take the best set whose members do not clash.
 
 One number decides: bytes on the busiest device, plus each collective at a rate of exchange stated in bytes of weights
-that one would rather hold. Ties are broken by name.
+that one would rather hold. Whatever keeps its stretch split goes before what gathers in the middle and slices again:
+the ranks would all compute the same there. Ties are broken by name.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def choose(
             choice.reasons[node] = f"cutting it is not worth its collectives: {worth}"
         else:
             found.append(candidate)
-    found.sort(key=lambda c: (-c.gain, c.name))
+    found.sort(key=lambda c: (c.island.computes_whole(), -c.gain, c.name))
     for candidate in found:
         if find(candidate.leaf) is not candidate.leaf:
             continue

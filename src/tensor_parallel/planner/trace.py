@@ -201,7 +201,8 @@ def _integers(tree: Any, path: tuple[int | str, ...], recorder: IntegerRecorder)
 
 def _locate(call: FunctionCall, frame: FrameType, state: Recorder) -> None:
     """Which method of which module the call stands in, for a call-site override."""
-    owner = source.method_frame(frame).f_locals.get("self")
+    method = source.method_frame(frame)
+    owner = method.f_locals.get(method.f_code.co_varnames[0]) if method.f_code.co_argcount else None
     if isinstance(owner, nn.Module) and id(owner) in state.names:
         call.owner = state.names[id(owner)]
         call.method = source.method_of(frame, type(owner)) or ""
