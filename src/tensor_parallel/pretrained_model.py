@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from tensor_parallel.shard import Adapter, ModelShards
+from tensor_parallel.shard import Adapter
 from tensor_parallel.shard.shards import plain_name
 from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
-
-
-class PreTrainedAdapter(CacheAdapter):
-    """What calls of transformers models need beside tensors: caches, and an answer to output_attentions."""
-
-    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
-        asked = kwargs.get("output_attentions")
-        if asked is None:
-            asked = getattr(getattr(module, "config", None), "output_attentions", False)
-        if asked and shards.world_size > 1 and any(tensor.is_cut for tensor in shards.tensors.values()):
-            raise NotImplementedError(
-                "output_attentions of a split model is not there yet: each rank has its own heads'; "
-                "leave it out, or take the attentions from an unsplit model"
-            )
 
 
 class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: ignore[misc]
@@ -55,4 +40,4 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:
-        return [PreTrainedAdapter()]
+        return [CacheAdapter()]

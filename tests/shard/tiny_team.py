@@ -45,5 +45,11 @@ class TinyTeam:
             raise errors[0]
         return results
 
+    def as_caller(self, rank: int, work: Callable[[list[Any]], Any], value: Any) -> Any:
+        raise NotImplementedError
+
+    def acts_as_caller(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass

@@ -44,6 +44,11 @@ class Group(Protocol):
         keeps its own."""
         ...
 
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rank 0's tensors, on every rank: rank 0 keeps its own, the others get copies on their devices that they may
+        write into. In backward rank 0's get the sum of all ranks' gradients. What the others bring is not looked at."""
+        ...
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Rank `source`'s value, on every rank; not differentiable."""
         ...

@@ -71,28 +71,32 @@ def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, inside
 
 
 def copy_to_ranks(
-    tensors: Sequence[torch.Tensor], holders: Sequence[Sequence[int]], devices: Devices
+    tensors: Sequence[torch.Tensor], holders: Sequence[Sequence[int]], devices: Devices, *, apart: bool = False
 ) -> list[dict[int, torch.Tensor]]:
     """For each tensor a copy for every rank of its `holders` but the first, which uses the tensor itself: by rank.
 
     One autograd node over all of them; its backward adds the copies' gradients in rank order (None counts as zero), so
-    that a leaf gets them in one sum. On the tensor's own device a copy shares its memory. Where no gradient is needed
-    the copies are plain detached ones.
+    that a leaf gets them in one sum. On the tensor's own device a copy shares its memory, unless it shall be `apart`
+    because ranks may write into it. Where no gradient is needed the copies are plain detached ones.
     """
     ranks = [tuple(held[1:]) for held in holders]
     found: list[dict[int, torch.Tensor]] = [{} for _ in tensors]
     live = [i for i, t in enumerate(tensors) if t.requires_grad and ranks[i]] if torch.is_grad_enabled() else []
     if live:
         targets = tuple(tuple(devices[rank] for rank in ranks[i]) for i in live)
-        copies = iter(_CopyToRanks.apply(targets, *(tensors[i] for i in live)))  # type: ignore[no-untyped-call]
+        copies = iter(_CopyToRanks.apply(targets, apart, *(tensors[i] for i in live)))  # type: ignore[no-untyped-call]
         for i in live:
             found[i] = {rank: next(copies) for rank in ranks[i]}
         # Last of all: a leaf then adds up its owner's gradients first, whatever the numbers of the threads.
         found[live[0]][ranks[live[0]][0]].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     for i, tensor in enumerate(tensors):
         if ranks[i] and not found[i]:
-            found[i] = {rank: tensor.detach().to(devices[rank]) for rank in ranks[i]}
+            found[i] = {rank: _copy(tensor, devices[rank], apart) for rank in ranks[i]}
     return found
+
+
+def _copy(tensor: torch.Tensor, device: torch.device, apart: bool) -> torch.Tensor:
+    return tensor.detach().to(device, copy=True) if apart else tensor.detach().to(device)
 
 
 def share_from_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -223,19 +227,19 @@ class _ShareFromFirst(torch.autograd.Function):
 
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, targets: Sequence[Devices], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, targets: Sequence[Devices], apart: bool, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.counts = [len(devices) for devices in targets]
         ctx.homes = [tensor.device for tensor in tensors]
         return tuple(
-            tensor.detach() if device == tensor.device else tensor.to(device)
+            _copy(tensor, device, apart)
             for tensor, devices in zip(tensors, targets, strict=True)
             for device in devices
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        found: list[torch.Tensor | None] = [None]
+        found: list[torch.Tensor | None] = [None, None]
         rest = iter(grads)
         for count, home in zip(ctx.counts, ctx.homes, strict=True):
             arrived = [grad for grad in (next(rest) for _ in range(count)) if grad is not None]
@@ -243,6 +247,6 @@ class _CopyToRanks(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:
         counted = zip(tangents, ctx.counts, strict=True)
         return tuple(None if tangent is None else tangent.clone() for tangent, count in counted for _ in range(count))

@@ -49,6 +49,11 @@ class RecordingGroup:
         """The tensor: nothing is sent forwards."""
         return tensor
 
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's own tensors: there are no others."""
+        self.calls.append(("broadcast_tensors", sum(tensor.nbytes for tensor in tensors)))
+        return list(tensors)
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """This rank's own value: there is no other."""
         self.calls.append(("broadcast_object", 0))

@@ -61,15 +61,20 @@ class Rendezvous:
         for child in children:
             child.reset()
 
-    def meet(self, rank: int, op: str, joint: Joint, value: Any) -> Any:
+    def meet(
+        self, rank: int, op: str, joint: Joint, value: Any, *, ordered: bool = True, patient: bool = False
+    ) -> Any:
         """Bring `value`, wait for all ranks, take away this rank's result of `joint`.
+
+        ordered: the ranks are in the same grad mode, and autograd counts on from one number in all of them.
+        patient: wait without a deadline, for a rank that runs the user's own code.
 
         Raises:
             CollectiveError: on the last rank to arrive, where the ranks called different things.
             DeadlineError: the others did not come within the deadline (seconds).
             RankError: another rank failed, in `joint` or elsewhere.
         """
-        order = backward_order() if torch.is_grad_enabled() else -1
+        order = backward_order() if ordered and torch.is_grad_enabled() else -1
         with self._guard:
             error = self.error
             if error is None:
@@ -83,7 +88,7 @@ class Rendezvous:
         if last:
             result = self._complete(rank, joint)
         else:
-            if not self._gates[rank].acquire(timeout=self.deadline):
+            if not self._gates[rank].acquire(timeout=-1 if patient else self.deadline):
                 self._expired(rank, op, value)
             result, self._slots[rank] = self._slots[rank], None
             if self.error is not None:

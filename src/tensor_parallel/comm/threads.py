@@ -10,7 +10,7 @@ import torch
 
 from tensor_parallel.comm.gather import GatherPlan, plan_gather
 from tensor_parallel.comm.group import Holders
-from tensor_parallel.comm.joint import gather_to_ranks, share_from_first, sum_to_ranks
+from tensor_parallel.comm.joint import copy_to_ranks, gather_to_ranks, share_from_first, sum_to_ranks
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.errors import CollectiveError
 from tensor_parallel.layout import Cuts, Placement
@@ -76,6 +76,11 @@ class _Meeting(Rendezvous):
                 for rank, tensor in zip(ranks, share_from_first(held), strict=True):
                     found[rank] = tensor
         return found
+
+    def hand_out(self, values: list[Sequence[torch.Tensor]]) -> Sequence[list[torch.Tensor]]:
+        given, ranks = values[0], range(self.size)
+        copies = copy_to_ranks(given, [ranks] * len(given), self.devices, apart=True)
+        return [list(given), *([copy[rank] for copy in copies] for rank in ranks[1:])]
 
     def choose(self, values: list[tuple[Any, int]]) -> Sequence[Any]:
         sources = {source for _, source in values}
@@ -168,6 +173,12 @@ class ThreadGroup:
             return tensor
         meeting = self._meeting
         result: torch.Tensor = meeting.meet(self._rank, "broadcast", meeting.share, (tensor, holders))
+        return result
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See Group."""
+        meeting = self._meeting
+        result: list[torch.Tensor] = meeting.meet(self._rank, "broadcast_tensors", meeting.hand_out, tensors)
         return result
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

@@ -64,6 +64,7 @@ class Boundary:
     gathers_gradient: a whole tensor that meets cut ones behind this border. Each rank's gradient of it is a part; they
         are summed here at rank 0, so that what lies before (a norm that computes in float32) rounds once, as unsplit.
         Right without it too: the parts would go back one by one.
+    spare: an output that stays cut and that no code beyond this border reads (attention weights, unless asked for).
     """
 
     path: str
@@ -71,6 +72,7 @@ class Boundary:
     after: Placement = REPLICATE
     call: int | None = None
     gathers_gradient: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

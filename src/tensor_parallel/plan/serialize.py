@@ -273,6 +273,7 @@ _boundary = _record(
         "after": _placement,
         "call": _optional(_Node.integer),
         "gathers_gradient": _Node.flag,
+        "spare": _Node.flag,
     },
 )
 _lookup = _record(Lookup, {"path": _Node.text, "weight": _Node.text, "rows": _dim})

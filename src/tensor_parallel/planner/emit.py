@@ -193,7 +193,11 @@ class _Emitter:
             for path, value in (call.inputs if side == "in" else call.outputs).items():
                 before, after = self._boundary(call, side, path, value) or (REPLICATE, REPLICATE)
                 gathers = before == after == REPLICATE and (call.name, side, path) in self.gathered_gradients
-                found.setdefault(path, {})[call.number] = Boundary(path, before, after, None, gathers)
+                spare = side == "out" and before == after and before.kind == "shard" and self._is_spare(call, value)
+                numbered = found.setdefault(path, {})
+                if call.number in numbered:
+                    spare = spare and numbered[call.number].spare  # another example may read it
+                numbered[call.number] = Boundary(path, before, after, None, gathers, spare)
         result: list[Boundary] = []
         for path, by_number in found.items():
             kinds = list(dict.fromkeys(by_number.values()))
@@ -201,6 +205,10 @@ class _Emitter:
                 continue
             result += kinds if len(kinds) == 1 else [replace(by_number[n], call=n) for n in sorted(by_number)]
         return tuple(result)
+
+    def _is_spare(self, call: ModuleCall, value: Value) -> bool:
+        """Whether nothing after `call` reads the value."""
+        return all(op < call.last_op for op in self.graph.consumers.get(value.index, ()))
 
     def modules(self) -> dict[str, ModulePlan]:
         attributes: dict[str, list[LocalSize]] = {}

@@ -70,6 +70,24 @@ class CallerState:
         finally:
             torch.autocast_decrement_nesting()
 
+    def call_within(self, work: Callable[[int], T], rank: int, device: torch.device) -> T:
+        """Run `work(rank)` under this state inside a run that goes on in this thread: modes that are in force stay."""
+        before = torch.is_grad_enabled()
+        with ExitStack() as stack:
+            stack.callback(torch._C._set_grad_enabled, before)
+            if self.inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.inference))
+            torch._C._set_grad_enabled(self.grad)
+            if any((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) != (on, d) for t, on, d in self.autocast):
+                stack.enter_context(self._autocast())
+            known = len(_get_current_dispatch_mode_stack())
+            if self.dispatch_modes[known:]:
+                stack.enter_context(_pushed_dispatch_modes(self.dispatch_modes[known:]))
+            for mode in self.function_modes[torch._C._len_torch_function_stack() :]:
+                torch._C._push_on_torch_function_stack(_for_rank(mode, device))
+                stack.callback(torch._C._pop_torch_function_stack)
+            return work(rank)
+
     @property
     def _is_plain(self) -> bool:
         return not (

@@ -17,6 +17,7 @@ from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.comm.threads import ThreadGroup, thread_groups
 from tensor_parallel.runtime.caller_state import CallerState, forget_casts
 from tensor_parallel.runtime.joint_random import JointRandom
+from tensor_parallel.runtime.nested import NestedRuns
 from tensor_parallel.runtime.saved_tensors import SavedTensors
 
 T = TypeVar("T")
@@ -105,6 +106,7 @@ class ThreadTeam:
         self.groups: list[ThreadGroup] = thread_groups(self.devices, deadline)
         self._meeting = self.groups[0].rendezvous
         types = dict.fromkeys(["cpu", *(device.type for device in self.devices)])
+        self._nested = NestedRuns(self._meeting)
         self._types = tuple(filter(torch.amp.is_autocast_available, types))
         self._cuda = tuple(dict.fromkeys(device for device in self.devices if device.type == "cuda"))
         self._lock = threading.Lock()
@@ -125,7 +127,8 @@ class ThreadTeam:
 
     def run(self, work: Callable[[int], T], *, joint_random: bool = False) -> list[T]:
         """`work(rank)` in every rank's thread, under the caller's own state (grad mode, autocast, modes, saved-tensor
-        hooks, context variables); the results by rank. Callers in several threads take turns.
+        hooks, context variables); the results by rank. Callers in several threads take turns; rank 0 acting as the
+        caller (`as_caller`) is served inside the run under way.
 
         joint_random: the ranks make their random calls together, so that replicated tensors get the same draws, those
             of the unsplit model, on every rank (see joint_random.py); without it ranks race for the generator.
@@ -136,17 +139,34 @@ class ThreadTeam:
             RuntimeError: called by one of the ranks, after close(), or in a forked process.
         """
         self._check_usable()
+        nested, inside = self._nested, self._nested.acts_here()
         state = CallerState.capture(self._types, self._cuda)
-        saved = SavedTensors.of_caller(self.world_size)
+        saved = SavedTensors.of_caller(self.world_size) if not inside or nested.changed_saving() else None
         if saved is not None:
             work = saved.around(work)
-        if joint_random:
-            work = self._drawing_jointly(work)
-        with self._lock:
-            results = self._run(work, state)
+        if inside:
+            joint_before = nested.joint_random
+            if joint_random and not joint_before:
+                work = self._drawing_jointly(work)
+            results = nested.run(work, state, joint_random or joint_before)
+        else:
+            if joint_random:
+                work = self._drawing_jointly(work)
+            with self._lock:
+                nested.joint_random = joint_random
+                results = self._run(work, state)
         if saved is not None:
             saved.hand_over()
         return results
+
+    def as_caller(self, rank: int, work: Callable[[list[Any]], T], value: Any) -> T:
+        """All ranks call it, each with its `value`: rank 0 does `work(values)`, which may run things on the team as the
+        caller may, while the others serve; all get the very result. See nested.py."""
+        return self._nested.as_caller(rank, work, value)
+
+    def acts_as_caller(self) -> bool:
+        """Whether the calling thread is rank 0's, within `as_caller`."""
+        return self._nested.acts_here()
 
     def close(self) -> None:
         """End the threads. A team that is dropped is closed."""

@@ -1,8 +1,8 @@
 """A module's border on one rank: what is reduced, gathered or sliced where tensors enter and leave it.
 
-Compiled once from a ModulePlan, so that a call does no lookups by name. Two forms: *inside* turns each tensor from how
+Compiled once from a ModulePlan, so that a call does no lookups by name. Three forms: *inside* turns each tensor from how
 it lies before the border into how it lies after; *outside*, for a call that does not come from a rank, takes and gives
-whole tensors.
+whole tensors; *around*, for a call in a rank that the user's code shall see whole, stands around an outside call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from tensor_parallel.plan import Boundary, Lookup, ModulePlan
 from tensor_parallel.shard.values import Key, change_at, parse_path, tensor_at
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+Form = Literal["inside", "outside", "around"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class _RowLookup:
 
 
 class Borders:
-    """What one module does at its border on one rank, in one form (inside or outside)."""
+    """What one module does at its border on one rank, in one form."""
 
     __slots__ = ("by_call", "calls", "entries", "exits", "lasting", "lookups")
 
@@ -222,10 +223,12 @@ class Borders:
         return output
 
 
-def _converted(boundary: Boundary, view: RankView, *, leaving: bool, outside: bool) -> Convert | None:
-    before = REPLICATE if outside and not leaving else boundary.before
-    after = REPLICATE if outside and leaving else boundary.after
-    return converter(before, after, view)
+def _converted(boundary: Boundary, view: RankView, form: Form, *, leaving: bool) -> Convert | None:
+    if form == "inside":
+        return converter(boundary.before, boundary.after, view)
+    if (form == "outside") == leaving:
+        return converter(boundary.before, REPLICATE, view)
+    return converter(REPLICATE, boundary.after, view)
 
 
 def _share(group: Group, holders: list[list[int]] | None = None) -> Convert:
@@ -233,6 +236,20 @@ def _share(group: Group, holders: list[list[int]] | None = None) -> Convert:
         return group.broadcast(tensor, holders) if torch.is_grad_enabled() and tensor.is_floating_point() else tensor
 
     return convert
+
+
+def _unless_whole(convert: Convert, placement: Placement) -> Convert:
+    """For a tensor that a module further in may have given whole already, because somebody asked for it."""
+    sizes = [
+        (dim, layout.size)
+        for dim, layout in placement.dims
+        if all(part.size != RUNTIME for segment in layout.segments for part in segment.parts)
+    ]
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if sizes and all(tensor.size(dim) == size for dim, size in sizes) else convert(tensor)
+
+    return converted
 
 
 def _shared_exit(boundary: Boundary, view: RankView) -> Convert | None:
@@ -254,29 +271,32 @@ def compile_borders(
     module: nn.Module,
     signature: inspect.Signature,
     view: RankView,
-    *,
-    outside: bool,
+    form: Form,
 ) -> Borders | None:
-    """The border of `module` on one rank; None where nothing happens at it.
+    """The border of `module` on one rank, in one form; None where nothing happens at it.
 
     Raises:
         PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
     """
     entries, exits = [], []
     for boundary in plan.inputs:
-        convert = _converted(boundary, view, leaving=False, outside=outside)
+        convert = _converted(boundary, view, form, leaving=False)
         lasting = convert is not None
-        if convert is None and boundary.gathers_gradient:
+        if convert is None and boundary.gathers_gradient and form != "around":
             convert = _share(view.group)
         if convert is not None:
             entries.append(_Entry(*_place(signature, boundary.path), convert, boundary.call, lasting))
     for boundary in plan.outputs:
-        convert = _converted(boundary, view, leaving=True, outside=outside)
-        if convert is None and not outside:
+        if form == "around" and boundary.spare:
+            continue  # nobody reads it but who asked for it, and wants it whole
+        convert = _converted(boundary, view, form, leaving=True)
+        if convert is not None and boundary.spare:
+            convert = _unless_whole(convert, boundary.before)
+        if convert is None and form == "inside":
             convert = _share(view.group) if boundary.gathers_gradient else _shared_exit(boundary, view)
         if convert is not None:
             exits.append(_Exit(parse_path(boundary.path), convert, boundary.call))
-    lookups = [_lookup(lookup, module, signature, view) for lookup in plan.lookups]
+    lookups = [_lookup(lookup, module, signature, view) for lookup in plan.lookups if form != "around"]
     return Borders(entries, exits, lookups) if entries or exits or lookups else None
 
 
@@ -288,13 +308,3 @@ def _lookup(lookup: Lookup, module: nn.Module, signature: inspect.Signature, vie
     entry = _Entry(*_place(signature, lookup.path), lambda ids: ids)
     return _RowLookup(entry, lookup.rows, view)
 
-
-def shows_parts(plan: ModulePlan) -> str:
-    """The path of a tensor that a hook on the module would see as one rank's part; "" where it sees whole ones."""
-    for boundary in plan.inputs:
-        if boundary.after.kind != "replicate":
-            return f"input {boundary.path}"
-    for boundary in plan.outputs:
-        if boundary.after.kind != "replicate":
-            return f"output {boundary.path or 'itself'}"
-    return ""

@@ -1,14 +1,26 @@
-"""User hooks on modules inside a split model, called from a rank."""
+"""User code at modules inside a split model: hooks of every kind, and forwards patched onto an instance.
+
+Where a module has any, its call in the ranks becomes a call from outside in the middle of the run: what comes in is
+made whole, rank 0 calls the module as the caller would, with torch's own order of hooks, while the other ranks serve;
+what it gives is handed round, and cut as the plan has it. So user code sees whole tensors, once, and may return others;
+in backward it sees whole gradients, since only rank 0's tensors lead on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
-from tensor_parallel.shard.shards import Slot
+from tensor_parallel.errors import PlanError
+from tensor_parallel.plan import ModulePlan
+from tensor_parallel.shard.shards import Counterparts, ModelShards, Slot
+from tensor_parallel.shard.values import leaves, map_leaves
 
 # transformers' recording of hidden states installs these on every rank's own tree, for that rank's own outputs
 _RECORDERS = frozenset({"install_output_capuring_hook.<locals>.output_capturing_hook"})
@@ -19,64 +31,141 @@ def is_recorder(hook: Any) -> bool:
     return getattr(hook, "__qualname__", "") in _RECORDERS
 
 
-def _user_hooks(module: nn.Module) -> Iterator[Any]:
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not is_recorder(hook):
-            yield hook
+def is_own(hook: Any) -> bool:
+    """Whether a hook is a part of the module, as torch.nn.utils' weight_norm is, and runs on every rank's tree."""
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A forward between its hooks: the border's work must be done before they see the output."""
-
-    slot: Slot
-    elsewhere: Any
-    args: Any
-    output: Any = None
-    forwarded: list[Any] = field(default_factory=list)
-
-    def forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        slot, slot.pending = self.slot, None
-        self.forwarded = [*args, *kwargs.values()]
-        output = slot.own_forward(module, *args, **kwargs)
-        self.output = output if slot.inside is None else slot.inside.leave(output, self.elsewhere)
-        return self.output
+def has_user_code(module: nn.Module) -> bool:
+    """Whether user code stands at the module."""
+    if "forward" in module.__dict__ or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not is_recorder(hook) and not is_own(hook) for hook in hooks)
 
 
-def call_with_hooks(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
-    """One rank's call of a module that has hooks; they run on the rank that has them, after the collectives.
+def watch(shards: ModelShards, spare: bool) -> None:
+    """Find the modules at which whole values are wanted, before a run: every rank must take the same way through them.
 
-    Raises:
-        NotImplementedError: a hook would see one rank's part, would change the value on one rank only, or is a backward
-            hook.
+    spare: what modules give beside what others read is wanted too.
     """
-    users = list(_user_hooks(module))
-    if slot.parts and users:
-        raise NotImplementedError(
-            f"a hook on {slot.name} would see one rank's part ({slot.parts}); hook a module whose inputs and "
-            "outputs are whole, such as the layer around it"
-        )
-    if module._backward_hooks or module._backward_pre_hooks:
-        raise NotImplementedError(
-            f"a backward hook on {slot.name}, inside a split model, would see one rank's part of the gradient; "
-            "register it on the model itself, or on a parameter"
-        )
-    elsewhere = None
-    if slot.inside is not None:
-        args, kwargs, elsewhere = slot.inside.enter(args, kwargs)
-    pending = _Pending(slot, elsewhere, args)
-    slot.pending = pending
-    try:
-        result = nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-    finally:
-        slot.pending = None
-    given = [*args, *kwargs.values()]
-    replaced = len(given) != len(pending.forwarded) or any(
-        a is not b for a, b in zip(given, pending.forwarded, strict=True)
-    )
-    if users and (replaced or result is not pending.output):
-        raise NotImplementedError(
-            f"a hook on {slot.name}, inside a split model, returned a value: it would change rank 0's alone; "
-            "return None there, or hook the model itself"
-        )
-    return result
+    everywhere = torch_modules._has_any_global_hook()
+    found = set(shards.spare) if spare else set()
+    for name, reference in shards.visible.items():
+        module = reference()
+        if module is not None and name and (everywhere or has_user_code(module)):
+            found.add(name)
+    if found == shards.watched:
+        return
+    for name in found ^ shards.watched:
+        for rank in range(shards.world_size):
+            shards.module(rank, name).__dict__["_tp_slot"].watched = name in found
+    shards.watched = found
+
+
+def run_own_hooks(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Run the pre-hooks that are a part of the module; its arguments as they leave them."""
+    for hook in module._forward_pre_hooks.values():
+        if is_own(hook):
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    return args
+
+
+def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
+    """One rank's call of a module at which user code, or a recorder that is switched on, sees whole values."""
+    shards, rank = slot.shards, slot.rank
+    if slot.around is not None:
+        args, kwargs, _ = slot.around.enter(args, kwargs)
+
+    def as_caller(others: list[dict[Any, Any]]) -> tuple[Any, Counterparts]:
+        with shards.showing(slot.name, _same_places(others)) as counterparts:
+            return module(*args, **kwargs), counterparts
+
+    result, counterparts = shards.team.as_caller(rank, as_caller, _opaque((args, kwargs)))
+    result = _own_result(result, counterparts, shards, rank)
+    if rank:
+        _record(module, args, kwargs, result)
+    if slot.around is None:
+        return result
+    if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
+        result = copy.copy(result)  # the user's code may have kept it, and what is cut below is for this rank
+    return slot.around.leave(result, None)
+
+
+def spare_modules(modules: Mapping[str, ModulePlan]) -> frozenset[str]:
+    """The innermost modules with spare outputs, by name."""
+    found = sorted(name for name, plan in modules.items() if name and any(b.spare for b in plan.outputs))
+    return frozenset(name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
+def check_replicas(name: str, outputs: Sequence[Any]) -> None:
+    """Raise PlanError where the ranks' outputs differ that should be the same: the call took a path that the plan was
+    not made for, and rank 0's part would be taken for the whole."""
+    others = [dict(leaves(output)) for output in outputs[1:]]
+    for path, tensor in leaves(outputs[0]):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for other in others:
+            twin = other.get(path)
+            if not isinstance(twin, torch.Tensor) or not _alike(tensor.detach(), twin.detach()):
+                where = ".".join(map(str, path)) or "itself"
+                raise PlanError(
+                    f"the output {where} of {name or 'the model'} is not the same on all ranks: the plan was not made "
+                    "for this call (attention weights, say, of an implementation that was set after the split). "
+                    'Load the model with attn_implementation="eager" and split it then, or give example_inputs that '
+                    "take this path"
+                )
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    second = second.to(first.device)
+    if not first.is_floating_point():
+        return bool((first == second).all())
+    return torch.allclose(first.float(), second.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
+
+
+def _opaque(value: Any) -> dict[Any, Any]:
+    """What is no tensor and no plain value, by place: each rank has its own (a cache made in the forward)."""
+    plain = (torch.Tensor, str, int, float, bool, type(None))
+    return {path: leaf for path, leaf in leaves(value) if not isinstance(leaf, plain)}
+
+
+def _same_places(found: list[dict[Any, Any]]) -> Iterator[list[Any]]:
+    for path in found[0]:
+        if all(path in other for other in found[1:]):
+            yield [other[path] for other in found]
+
+
+def note_outputs(outputs: list[Any], counterparts: Counterparts) -> None:
+    """Remember which objects in the ranks' outputs belong together."""
+    for same in _same_places([_opaque(output) for output in outputs]):
+        counterparts.setdefault(id(same[0]), same)
+
+
+def _own_result(result: Any, counterparts: Counterparts, shards: ModelShards, rank: int) -> Any:
+    """Rank 0's result as this rank's: tensors handed round by one node, objects exchanged for the rank's own."""
+    tensors = {id(leaf): leaf for _, leaf in leaves(result) if isinstance(leaf, torch.Tensor)}
+    given = shards.team.groups[rank].broadcast_tensors(list(tensors.values()))
+    if rank == 0:
+        return result
+    own = dict(zip(tensors, given, strict=True))
+
+    def exchange(leaf: Any) -> Any:
+        if id(leaf) in own:
+            return own[id(leaf)]
+        same = counterparts.get(id(leaf))
+        return leaf if same is None else same[rank]
+
+    return map_leaves(result, exchange, anew=True)
+
+
+def _record(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    """Let the recorders on a hidden rank's tree see what rank 0's saw."""
+    for key, hook in module._forward_hooks.items():
+        if is_recorder(hook):
+            with_kwargs = key in module._forward_hooks_with_kwargs
+            _ = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import DeviceError
-from tensor_parallel.shard.hooks import call_with_hooks
+from tensor_parallel.shard.hooks import call_watched, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import Slot
@@ -35,8 +35,10 @@ class SplitModule(nn.Module):
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if rank != slot.rank:
             return slot.shards.module(rank, slot.name)(*args, **kwargs)
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-            return call_with_hooks(self, slot, args, kwargs)
+        if slot.watched or (self._forward_hooks and slot.shards.records(self)):
+            return call_watched(self, slot, args, kwargs)
+        if self._forward_pre_hooks:
+            args = run_own_hooks(self, args)
         borders = slot.inside
         if borders is None:
             return slot.own_forward(self, *args, **kwargs)
@@ -192,9 +194,7 @@ def split_class(
         rank = slot.rank_here()
         if rank is None:
             return run_on_all(self, slot, args, kwargs)
-        if slot.pending is None:
-            return slot.own_forward(self, *args, **kwargs)
-        return slot.pending.forward(self, args, kwargs)
+        return slot.own_forward(self, *args, **kwargs)
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return base(*args, **kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
+from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.values import leaves, map_leaves
 
@@ -27,18 +29,24 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
         )
     shards = slot.shards
     name = slot.name
-    for adapter in shards.adapters:
-        adapter.refuse(module, kwargs, shards)
+    spare = any([adapter.asks_for_spare(module, kwargs) for adapter in shards.adapters])
     inputs = spread_inputs((args, kwargs), shards)
-    with shards.lock:
-        outputs = _run_prepared(shards, name, inputs)
+    within = shards.team.acts_as_caller()
+    if within:
+        outputs = _run_within(shards, name, inputs)
+    else:
+        with shards.lock:
+            outputs = _run_prepared(shards, name, inputs, spare)
+    if spare:
+        check_replicas(name, outputs)
     for adapter in shards.adapters:
         adapter.adopt(outputs, shards)
-    return to_output_device(outputs[0], shards)
+    return outputs[0] if within else to_output_device(outputs[0], shards)
 
 
-def _run_prepared(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
+def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool) -> list[Any]:
     copies = shards.prepare()
+    watch(shards, spare)
 
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
@@ -50,6 +58,24 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any
         return _run(shards, name, work)
     finally:
         shards.note_buffers()
+
+
+def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
+    """A run that user code inside a run asked for: everything is in place already."""
+    own_call, shards.own_call = shards.own_call == name, None if shards.own_call == name else shards.own_call
+
+    def work(rank: int) -> Any:
+        module = shards.module(rank, name)
+        own_args, own_kwargs = inputs[rank]
+        with nullcontext() if own_call else shards.counting_anew(rank):
+            return enter(module, module.__dict__["_tp_slot"], own_args, own_kwargs)
+
+    outputs = _run(shards, name, work)
+    if own_call:
+        check_replicas(name, outputs)
+    if shards.counterparts is not None:
+        note_outputs(outputs, shards.counterparts)
+    return outputs
 
 
 def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any]:
@@ -76,6 +102,8 @@ def _random_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
 
 def enter(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A rank's part of a call from outside: hooks have run in the caller, whole tensors come and go."""
+    if slot.rank and module._forward_pre_hooks:
+        args = run_own_hooks(module, args)
     borders = slot.outside
     if borders is None:
         return slot.own_forward(module, *args, **kwargs)
@@ -87,6 +115,7 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     """`value` for each rank: tensors on the rank's device and its own (a forward may write into them), one tensor that
     is given twice staying one. What requires gradients is copied by one joint node, so the caller gets them all."""
     own: dict[int, list[Any]] = {}
+    known = shards.counterparts if shards.team.acts_as_caller() else None
     differentiable: dict[int, torch.Tensor] = {}
     for _, leaf in leaves(value):
         if id(leaf) in own or id(leaf) in differentiable:
@@ -96,6 +125,8 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
                 differentiable[id(leaf)] = leaf
             else:
                 own[id(leaf)] = _copies(leaf, shards.devices)
+        elif known is not None and id(leaf) in known:
+            own[id(leaf)] = known[id(leaf)]
         elif not isinstance(leaf, (str, int, float, bool, type(None))):
             for adapter in shards.adapters:
                 found = adapter.localise(leaf, shards)
@@ -105,7 +136,7 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     if differentiable:
         ranks = range(shards.world_size)
         first = [tensor.to(shards.devices[0]) for tensor in differentiable.values()]
-        copies = copy_to_ranks(first, [ranks] * len(first), shards.devices)
+        copies = copy_to_ranks(first, [ranks] * len(first), shards.devices, apart=True)
         for marker, tensor, made in zip(differentiable, first, copies, strict=True):
             own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
     return [map_leaves(value, functools.partial(_own, own, rank)) for rank in range(shards.world_size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,10 +19,24 @@ from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.team import Team
 
 Tensors = dict[str, torch.Tensor | None]
+Counterparts = dict[int, list[Any]]
+"""Objects of which each rank has its own, by the id of rank 0's."""
 
 
 class Adapter(Protocol):
     """Objects that a forward takes or gives and of which every rank needs its own: caches."""
+
+    def records(self, module: nn.Module) -> bool:
+        """Whether hooks that the model installed on `module` by itself record its output in this thread now."""
+        ...
+
+    def asks_for_spare(self, module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call of `module` gives out what modules make beside what others read (attention weights)."""
+        ...
+
+    def records(self, module: nn.Module) -> bool:
+        """Whether hooks that the model installed on `module` by itself record its output in this thread now."""
+        ...
 
     def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
         """Raise NotImplementedError where this call of `module` would give one rank's part for the whole."""
@@ -73,6 +87,8 @@ class ModelShards:
     tensors: by key (the tensor's first name in the unsplit model).
     visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.
     peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
+    watched: modules at which user code stands.  spare: the innermost modules with spare outputs.  counterparts: while rank 0 runs such code.  own_call: the module that
+    it was called for, until that module's own forward is asked for.
     lock: runs take turns.
     """
 
@@ -91,6 +107,10 @@ class ModelShards:
     buffers: list[BufferWatch] = field(default_factory=list)
     borders_by_call: list[list[Any]] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
+    watched: set[str] = field(default_factory=set)
+    spare: frozenset[str] = frozenset()
+    counterparts: Counterparts | None = None
+    own_call: str | None = None
     changed: str = ""
     training: bool | None = None
     draws: dict[str, bool] = field(default_factory=dict)
@@ -158,6 +178,34 @@ class ModelShards:
         for index, by_rank_copy in zip(wanted, made, strict=True):
             copies[index] = by_rank_copy
         return copies
+
+    @contextmanager
+    def showing(self, name: str, same: Iterable[list[Any]]) -> Iterator[Counterparts]:
+        """Around user code at the module `name`, on rank 0: objects that belong together are known as such, and the
+        module's own forward goes on in the run under way."""
+        before = self.counterparts, self.own_call
+        found = {**(self.counterparts or {}), **{id(objects[0]): objects for objects in same}}
+        self.counterparts, self.own_call = found, name
+        try:
+            yield found
+        finally:
+            self.counterparts, self.own_call = before
+
+    @contextmanager
+    def counting_anew(self, rank: int) -> Iterator[None]:
+        """Calls of modules are counted from 0 within it, as in a run of its own."""
+        before = [borders.calls for borders in self.borders_by_call[rank]]
+        for borders in self.borders_by_call[rank]:
+            borders.calls = 0
+        try:
+            yield
+        finally:
+            for borders, calls in zip(self.borders_by_call[rank], before, strict=True):
+                borders.calls = calls
+
+    def records(self, module: nn.Module) -> bool:
+        """Whether the model's own hooks on `module` record its output in this thread now."""
+        return any(adapter.records(module) for adapter in self.adapters)
 
     def is_training(self) -> bool:
         """Whether any module is in training mode (kept until a mode changes)."""
@@ -248,16 +296,16 @@ class Slot:
     __slots__ = (
         "_owned",
         "_seen",
+        "around",
         "children",
         "inside",
         "loading",
         "name",
         "outside",
         "own_forward",
-        "parts",
-        "pending",
         "rank",
         "rank_here",
+        "watched",
     )
 
     def __init__(self, shards: ModelShards, rank: int, name: str, own_forward: Callable[..., Any]) -> None:
@@ -270,8 +318,8 @@ class Slot:
         self.children: dict[str, weakref.ref[nn.Module]] = {}
         self.inside: Any = None
         self.outside: Any = None
-        self.parts = ""
-        self.pending: Any = None
+        self.around: Any = None
+        self.watched = False
         self.loading = False
 
     @property

@@ -26,6 +26,15 @@ class Team(Protocol):
         """`work(rank)` on every rank at once; the results by rank. joint_random: ranks draw random numbers together."""
         ...
 
+    def as_caller(self, rank: int, work: Callable[[list[Any]], Any], value: Any) -> Any:
+        """All ranks call it, each with its `value`. Rank 0 does `work(values)` as if it were the caller (`rank_here()`
+        is None, and `run` runs inside the run under way) while the others serve; all get the very result."""
+        ...
+
+    def acts_as_caller(self) -> bool:
+        """Whether the calling thread is rank 0's, within `as_caller`."""
+        ...
+
     def rank_here(self) -> int | None:
         """The rank of this team that runs in the calling thread; None in any other thread."""
         ...

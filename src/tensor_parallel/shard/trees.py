@@ -14,8 +14,8 @@ from torch import nn
 
 from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
-from tensor_parallel.shard.borders import RankView, compile_borders, shows_parts
-from tensor_parallel.shard.hooks import is_recorder
+from tensor_parallel.shard.borders import RankView, compile_borders
+from tensor_parallel.shard.hooks import is_own, is_recorder, spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.module import SplitModule, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
@@ -159,7 +159,7 @@ def _drop_hooks(module: nn.Module) -> None:
     holders: Any = (*forward, module._backward_hooks, module._backward_pre_hooks)
     for holder in holders:
         for key, hook in list(holder.items()):
-            if not is_recorder(hook) and not type(hook).__module__.startswith("torch.nn.utils."):
+            if not is_recorder(hook) and not is_own(hook):
                 del holder[key]
 
 
@@ -252,6 +252,7 @@ def _register_parts(child: nn.Module, shards: ModelShards) -> None:
 def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -> None:
     """Swap every module's class and give it its slot."""
     shards.borders_by_call = [[] for _ in shards.devices]
+    shards.spare = spare_modules(shards.resolved.plan.modules)
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
     for path, child in list(module.named_modules()):
@@ -267,10 +268,10 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             slot = Slot(shards, rank, path, forwards[key])
             slot.children = {name: weakref.ref(part) for name, part in own._modules.items() if part is not None}
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
-            slot.inside = compile_borders(plan, own, signature, view, outside=False)
-            slot.outside = compile_borders(plan, own, signature, view, outside=True)
-            slot.parts = shows_parts(plan)
-            by_call = [b for b in (slot.inside, slot.outside) if b is not None and b.by_call]
+            slot.inside = compile_borders(plan, own, signature, view, "inside")
+            slot.outside = compile_borders(plan, own, signature, view, "outside")
+            slot.around = compile_borders(plan, own, signature, view, "around")
+            by_call = [b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call]
             shards.borders_by_call[rank].extend(by_call)
             own.__class__ = classes[key]
             own.__dict__["_tp_slot"] = slot

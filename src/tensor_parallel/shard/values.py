@@ -21,14 +21,14 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     return fresh
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any], *, anew: bool = False) -> Any:
     """`value` with `change` applied to every leaf of its dicts, lists, tuples and dataclasses; containers in which
-    nothing changes are kept as they are."""
+    nothing changes are kept as they are, unless all shall be made `anew`."""
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, (str, int, float)):
         return change(value)
     if isinstance(value, dict):
-        found = {key: map_leaves(item, change) for key, item in value.items()}
-        if all(found[key] is item for key, item in value.items()):
+        found = {key: map_leaves(item, change, anew=anew) for key, item in value.items()}
+        if not anew and all(found[key] is item for key, item in value.items()):
             return value
         if type(value) is dict:
             return found
@@ -37,19 +37,19 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
             fresh[key] = item
         return fresh
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [map_leaves(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items = [map_leaves(item, change, anew=anew) for item in value]
+        if not anew and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return _rebuild(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, change)
+        return _map_dataclass(value, change, anew)
     return change(value)
 
 
-def _map_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_dataclass(value: Any, change: Callable[[Any], Any], anew: bool) -> Any:
     fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    found = {name: map_leaves(getattr(value, name), change) for name in fields}
-    if all(found[name] is getattr(value, name) for name in fields):
+    found = {name: map_leaves(getattr(value, name), change, anew=anew) for name in fields}
+    if not anew and all(found[name] is getattr(value, name) for name in fields):
         return value
     fresh = copy.copy(value)
     for name, item in found.items():

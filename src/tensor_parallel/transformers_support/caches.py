@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils.output_capturing import _active_collector
 
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard import ModelShards
+from tensor_parallel.shard.hooks import is_recorder
 from tensor_parallel.shard.values import leaves
 
 _FORWARDED = (
@@ -31,8 +33,19 @@ _CACHES = (Cache, EncoderDecoderCache)
 class CacheAdapter:
     """Gives each rank its own cache for the caller's one; see `shard.Adapter`."""
 
-    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
-        """Caches refuse nothing by the call alone."""
+    def asks_for_spare(self, module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Whether attention weights are asked for."""
+        asked = kwargs.get("output_attentions")
+        if asked is None:
+            asked = getattr(getattr(module, "config", None), "output_attentions", False)
+        return bool(asked)
+
+    def records(self, module: nn.Module) -> bool:
+        """Whether transformers' capturing of hidden states or attentions is on for one of the module's hooks."""
+        collected = _active_collector.get()
+        return collected is not None and any(
+            is_recorder(hook) and _captured(hook) in collected for hook in module._forward_hooks.values()
+        )
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
         """The ranks' caches for the caller's `value`, which is adopted at its first use.
@@ -67,6 +80,12 @@ class CacheAdapter:
         for path, cache in new.items():
             if "_tp_peers" not in cache.__dict__:
                 _adopt(cache, [other[path] for other in others])
+
+
+def _captured(hook: Any) -> str | None:
+    """What a capturing hook collects: "hidden_states", "attentions"."""
+    names = hook.__code__.co_freevars
+    return str(hook.__closure__[names.index("key")].cell_contents) if "key" in names else None
 
 
 def _layers(cache: Any) -> list[Any]:
