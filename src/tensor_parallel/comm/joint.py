@@ -232,9 +232,7 @@ class _CopyToRanks(torch.autograd.Function):
         ctx.counts = [len(devices) for devices in targets]
         ctx.homes = [tensor.device for tensor in tensors]
         return tuple(
-            _copy(tensor, device, apart)
-            for tensor, devices in zip(tensors, targets, strict=True)
-            for device in devices
+            _copy(tensor, device, apart) for tensor, devices in zip(tensors, targets, strict=True) for device in devices
         )
 
     @staticmethod

@@ -61,9 +61,7 @@ class Rendezvous:
         for child in children:
             child.reset()
 
-    def meet(
-        self, rank: int, op: str, joint: Joint, value: Any, *, ordered: bool = True, patient: bool = False
-    ) -> Any:
+    def meet(self, rank: int, op: str, joint: Joint, value: Any, *, ordered: bool = True, patient: bool = False) -> Any:
         """Bring `value`, wait for all ranks, take away this rank's result of `joint`.
 
         ordered: the ranks are in the same grad mode, and autograd counts on from one number in all of them.

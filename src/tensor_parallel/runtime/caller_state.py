@@ -78,7 +78,9 @@ class CallerState:
             if self.inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self.inference))
             torch._C._set_grad_enabled(self.grad)
-            if any((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) != (on, d) for t, on, d in self.autocast):
+            if any(
+                (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) != (on, d) for t, on, d in self.autocast
+            ):
                 stack.enter_context(self._autocast())
             known = len(_get_current_dispatch_mode_stack())
             if self.dispatch_modes[known:]:

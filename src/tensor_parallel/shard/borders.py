@@ -1,8 +1,8 @@
 """A module's border on one rank: what is reduced, gathered or sliced where tensors enter and leave it.
 
-Compiled once from a ModulePlan, so that a call does no lookups by name. Three forms: *inside* turns each tensor from how
-it lies before the border into how it lies after; *outside*, for a call that does not come from a rank, takes and gives
-whole tensors; *around*, for a call in a rank that the user's code shall see whole, stands around an outside call.
+Compiled once from a ModulePlan, so that a call does no lookups by name. Three forms: *inside* turns each tensor from
+how it lies before the border into how it lies after; *outside*, for a call that does not come from a rank, takes and
+gives whole tensors; *around*, for a call in a rank that user code shall see whole, stands around an outside call.
 """
 
 from __future__ import annotations
@@ -307,4 +307,3 @@ def _lookup(lookup: Lookup, module: nn.Module, signature: inspect.Signature, vie
         )
     entry = _Entry(*_place(signature, lookup.path), lambda ids: ids)
     return _RowLookup(entry, lookup.rows, view)
-

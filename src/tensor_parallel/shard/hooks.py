@@ -49,7 +49,7 @@ def watch(shards: ModelShards, spare: bool) -> None:
 
     spare: what modules give beside what others read is wanted too.
     """
-    everywhere = torch_modules._has_any_global_hook()
+    everywhere = torch_modules._has_any_global_hook()  # type: ignore[no-untyped-call]
     found = set(shards.spare) if spare else set()
     for name, reference in shards.visible.items():
         module = reference()

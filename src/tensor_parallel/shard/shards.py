@@ -26,20 +26,12 @@ Counterparts = dict[int, list[Any]]
 class Adapter(Protocol):
     """Objects that a forward takes or gives and of which every rank needs its own: caches."""
 
-    def records(self, module: nn.Module) -> bool:
-        """Whether hooks that the model installed on `module` by itself record its output in this thread now."""
-        ...
-
     def asks_for_spare(self, module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         """Whether this call of `module` gives out what modules make beside what others read (attention weights)."""
         ...
 
     def records(self, module: nn.Module) -> bool:
         """Whether hooks that the model installed on `module` by itself record its output in this thread now."""
-        ...
-
-    def refuse(self, module: nn.Module, kwargs: Mapping[str, Any], shards: ModelShards) -> None:
-        """Raise NotImplementedError where this call of `module` would give one rank's part for the whole."""
         ...
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
@@ -87,8 +79,9 @@ class ModelShards:
     tensors: by key (the tensor's first name in the unsplit model).
     visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.
     peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
-    watched: modules at which user code stands.  spare: the innermost modules with spare outputs.  counterparts: while rank 0 runs such code.  own_call: the module that
-    it was called for, until that module's own forward is asked for.
+    watched: modules at which user code stands.  spare: the innermost modules with spare outputs.
+    counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
+        forward is asked for.
     lock: runs take turns.
     """
 
