@@ -59,7 +59,7 @@ class NestedRuns:
 
     def changed_saving(self) -> bool:
         """Whether the user's code has put saved-tensor hooks in place that the other ranks do not have."""
-        return _saving() != self._hooks
+        return bool(_saving() != self._hooks)
 
     def as_caller(self, rank: int, work: Callable[[list[Any]], T], value: Any) -> T:
         """All ranks call it with a `value` each: rank 0 does `work(values)` as if it were the caller, the others serve
@@ -71,7 +71,8 @@ class NestedRuns:
         meeting = self._meeting
         values = meeting.meet(rank, "user code", _everyones, value, ordered=False)
         if rank:
-            return self._serve(rank)
+            served: T = self._serve(rank)
+            return served
         thread = threading.get_ident()
         outer = self._thread, self._hooks, self._context
         del meeting.threads[thread]
