@@ -226,21 +226,53 @@ def test_hidden_states_and_attentions_are_whole_and_keep_their_gradients(family,
     assert_same(found[1], found[0])
 
 
-def test_attentions_collected_by_the_models_own_code_are_whole():
+def collecting(kind, ranks, **examples):
+    """A model whose own code collects hidden states and attentions, without recorders."""
     import transformers
 
-    config = transformers.BloomConfig(
-        hidden_size=32, n_layer=2, n_head=4, vocab_size=101, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    reference = noisy(transformers.BloomForCausalLM(config).double().eval())
-    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 3)
+    sizes = {"vocab_size": 101, "n_layer": 2, "n_head": 4}
+    if kind == "bloom":
+        config = transformers.BloomConfig(hidden_size=32, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+        model = transformers.BloomForCausalLM(config)
+    else:
+        config = transformers.OpenAIGPTConfig(
+            n_embd=32, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes
+        )
+        model = transformers.OpenAIGPTLMHeadModel(config)
+    reference = noisy(model.double().eval())
+    return reference, tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, **examples)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "openai"])
+def test_attentions_collected_by_the_models_own_code_are_whole(kind):
     ids = torch.arange(14).view(2, 7)
-    a, b = (model(ids, output_attentions=True, output_hidden_states=True) for model in (reference, split))
-    assert_same(b.attentions, a.attentions)
-    assert_same(b.hidden_states, a.hidden_states)
-    layer = [model.transformer.h[1] for model in (reference, split)]
-    assert [type(module.self_attention).__name__ for module in layer] == ["BloomAttention"] * 2
+    asked = {"example_inputs": {"input_ids": ids, "output_attentions": True}} if kind == "openai" else {}
+    reference, split = collecting(kind, 3, **asked)
+    found = []
+    for model in (reference, split):
+        output = model(ids, output_attentions=True, output_hidden_states=True)
+        for hidden in output.hidden_states:
+            hidden.retain_grad()
+        output.logits.pow(2).mean().backward()
+        found.append((output.attentions, output.hidden_states, [h.grad for h in output.hidden_states]))
+    assert len(found[0][0]) == 2
+    assert_same(found[1], found[0])
     assert_same(split(ids).logits, reference(ids).logits)
+
+
+def test_attentions_that_no_module_gives_unless_asked_are_refused_with_the_cure():
+    ids = torch.arange(14).view(2, 7)
+    reference, split = collecting("openai", 2)
+    with pytest.raises(tp.PlanError, match="'output_attentions': True"):
+        split(ids, output_attentions=True)
+    assert_same(split(ids).logits, reference(ids).logits)
+
+
+def test_planning_leaves_no_hooks_behind():
+    model = build("llama", attn_implementation="eager")
+    ids, _ = padded()
+    tp.make_plan(model, 2, {"input_ids": ids, "output_attentions": True})
+    assert not [name for name, module in model.named_modules() if module._forward_hooks]
 
 
 def test_attentions_of_an_implementation_that_the_plan_does_not_know_are_refused():

@@ -41,6 +41,7 @@ from tensor_parallel.planner.records import (
     replaced,
     tensors,
 )
+from tensor_parallel.planner.restored import restored
 
 REAL_BYTES = 256 * 2**20
 """Models up to this size are traced with real values; only larger ones on meta."""
@@ -340,26 +341,6 @@ def _meta_parameters(module: nn.Module) -> Iterator[None]:
             part._parameters[key] = parameter
 
 
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Whatever a forward changes is put back: buffers and the random states."""
-    saved = [(b, b.detach().clone()) for b in module.buffers()]
-    named = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for found, before in named:
-            if any(found.get(name) is not buffer for name, buffer in before.items()):
-                found.update(before)
-        with torch.no_grad():
-            for buffer, copy in saved:
-                # Not by version: a batch norm under a dispatch mode writes its statistics without a new one.
-                if not buffer.is_meta and not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
-
-
 def parameter_names(module: nn.Module) -> dict[str, tuple[torch.Tensor, tuple[str, ...], bool]]:
     """key -> (tensor, all its names, is a buffer) of every parameter and buffer, in the model's order."""
     found: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
@@ -416,7 +397,7 @@ def _trace(
     names = {id(m): n for n, m in modules.items()}
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_restored(module))
+        stack.enter_context(restored(module))
         if meta:
             stack.enter_context(_meta_parameters(module))
         stack.enter_context(tracked_attributes(module, result.recorder))

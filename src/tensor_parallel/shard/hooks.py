@@ -113,9 +113,9 @@ def check_replicas(name: str, outputs: Sequence[Any]) -> None:
                 where = ".".join(map(str, path)) or "itself"
                 raise PlanError(
                     f"the output {where} of {name or 'the model'} is not the same on all ranks: the plan was not made "
-                    "for this call (attention weights, say, of an implementation that was set after the split). "
-                    'Load the model with attn_implementation="eager" and split it then, or give example_inputs that '
-                    "take this path"
+                    'for this call. For attention weights load the model with attn_implementation="eager" before the '
+                    "split; where that is not enough, split with example_inputs that take this path, such as "
+                    "{'input_ids': ids, 'output_attentions': True}"
                 )
 
 
