@@ -239,10 +239,5 @@ def _check_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if slot_of(child) is not None:
             raise AlreadySplitError(f"{name or type(module).__name__} is split already; split an unsplit model")
-        if getattr(child, "gradient_checkpointing", False):
-            raise NotImplementedError(
-                f"gradient checkpointing is on in {name or 'the model'} and is not there yet for split models; "
-                "call gradient_checkpointing_disable() first"
-            )
     if not any(True for _ in module.parameters()):
         raise PlanError(f"{type(module).__name__} has no parameters; there is nothing to split")

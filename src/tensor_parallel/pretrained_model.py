@@ -30,11 +30,6 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
             if plain_name(name) not in embeddings and (parameter.requires_grad or not only_trainable)
         )
 
-    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("activation checkpointing inside a split model is not there yet")
-
-    gradient_checkpointing_enable = activation_checkpointing_enable
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("resizing a split model's embeddings is not there yet; resize first, then split")
 

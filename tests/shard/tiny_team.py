@@ -21,7 +21,7 @@ class TinyTeam:
     def rank_here(self) -> int | None:
         return getattr(self._here, "rank", None)
 
-    def run(self, work: Callable[[int], Any], *, joint_random: bool = False) -> list[Any]:
+    def run(self, work: Callable[[int], Any], *, joint_random: Any = False) -> list[Any]:
         results: list[Any] = [None] * self.world_size
         errors: list[BaseException] = []
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -48,6 +48,10 @@ class Rendezvous:
     def size(self) -> int:
         return len(self.devices)
 
+    def is_rank(self) -> bool:
+        """Whether a rank runs in the calling thread."""
+        return threading.get_ident() in self.threads
+
     def reset(self) -> None:
         """Forget an error and everything that was under way; only while no rank is in here."""
         with self._guard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -29,9 +28,6 @@ class _Meeting(Rendezvous):
         self._everyone = (True,) * self.size
         self._plans: dict[Any, tuple[GatherPlan, Placement, Cuts]] = {}
 
-    def inside(self) -> bool:
-        return threading.get_ident() in self.threads
-
     def sum_up(self, values: list[tuple[torch.Tensor, bool]]) -> Sequence[torch.Tensor]:
         parts = [tensor if contributes else None for tensor, contributes in values]
         first = next((part for part in parts if part is not None), None)
@@ -40,7 +36,7 @@ class _Meeting(Rendezvous):
         shape, dtype = first.shape, first.dtype
         if any([part is not None and (part.shape != shape or part.dtype != dtype) for part in parts]):
             raise CollectiveError(f"all_reduce of different tensors: {_each(parts)}; all must have one shape and dtype")
-        return sum_to_ranks(parts, self.devices, self._everyone, self.inside)  # type: ignore[return-value]
+        return sum_to_ranks(parts, self.devices, self._everyone, self.is_rank)  # type: ignore[return-value]
 
     def join(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[torch.Tensor]:
         tensors = [value[0] for value in values]
@@ -51,7 +47,7 @@ class _Meeting(Rendezvous):
         parts = [tensor if gives else None for tensor, gives in zip(tensors, plan.givers, strict=True)]
         if len({part.dtype for part in parts if part is not None}) > 1:
             raise CollectiveError(f"all_gather of different dtypes: {_each(parts)}; all must have one dtype")
-        return gather_to_ranks(parts, plan, self._everyone, self.inside)  # type: ignore[return-value]
+        return gather_to_ranks(parts, plan, self._everyone, self.is_rank)  # type: ignore[return-value]
 
     def _plan(self, placement: Placement, cuts: Cuts, shapes: tuple[torch.Size, ...]) -> GatherPlan:
         key = (id(placement), id(cuts), shapes)

@@ -4,6 +4,7 @@ from tensor_parallel.plan.check import check_plan
 from tensor_parallel.plan.plan import (
     Boundary,
     CallSite,
+    Draw,
     Factor,
     LocalSize,
     Lookup,
@@ -17,6 +18,7 @@ from tensor_parallel.plan.resolve import ResolvedPlan, resolve
 __all__ = [
     "Boundary",
     "CallSite",
+    "Draw",
     "Factor",
     "LocalSize",
     "Lookup",

@@ -120,6 +120,19 @@ class CallSite:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """A call in the module's own forward that may draw random numbers (a dropout), in eval mode too.
+
+    index: it is the forward's index-th such call.  function: its name.
+    placement: of the tensor that it draws for, of attention its weights (batch, heads, queries, keys); None: unknown.
+    """
+
+    index: int
+    function: str
+    placement: Placement | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModulePlan:
     """Everything that one module does differently on a rank.
 
@@ -131,6 +144,7 @@ class ModulePlan:
     lookups: tuple[Lookup, ...] = ()
     attributes: tuple[LocalSize, ...] = ()
     call_sites: tuple[CallSite, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

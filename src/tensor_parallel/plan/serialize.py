@@ -23,6 +23,7 @@ from tensor_parallel.layout import RUNTIME, DimLayout, Part, Placement, Segment,
 from tensor_parallel.plan.plan import (
     Boundary,
     CallSite,
+    Draw,
     Factor,
     LocalSize,
     Lookup,
@@ -288,6 +289,7 @@ _call_site = _record(
         "layout": _optional(_dim),
     },
 )
+_draw = _record(Draw, {"index": _Node.integer, "function": _Node.text, "placement": _optional(_placement)})
 _module = _record(
     ModulePlan,
     {
@@ -296,6 +298,7 @@ _module = _record(
         "lookups": _tuple_of(_lookup),
         "attributes": _tuple_of(_local_size),
         "call_sites": _tuple_of(_call_site),
+        "draws": _tuple_of(_draw),
     },
 )
 _tensor = _record(

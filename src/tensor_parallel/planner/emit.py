@@ -6,12 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from tensor_parallel.comm.draws import DRAWING_NAMES
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
-from tensor_parallel.plan import Boundary, CallSite, Factor, LocalSize, Lookup, ModulePlan, Plan, TensorPlan, Traffic
+from tensor_parallel.plan import (
+    Boundary,
+    CallSite,
+    Draw,
+    Factor,
+    LocalSize,
+    Lookup,
+    ModulePlan,
+    Plan,
+    TensorPlan,
+    Traffic,
+)
 from tensor_parallel.planner.graph import Graph
 from tensor_parallel.planner.index_types import Cut, Dim, leaves, normal_form
-from tensor_parallel.planner.island import Place, Side, State, border_state, learns
-from tensor_parallel.planner.records import ModuleCall, Value
+from tensor_parallel.planner.island import Place, Side, State, border_state, inner_state, learns
+from tensor_parallel.planner.records import FunctionCall, ModuleCall, Value
 from tensor_parallel.planner.select import Candidate, Choice
 
 Names = Mapping[str, tuple[object, tuple[str, ...], bool]]
@@ -225,7 +237,7 @@ class _Emitter:
                 twin = CallSite(site.method, site.position, site.argument, site.value, layout_)
                 if twin not in sites.setdefault(module, []):
                     sites[module].append(twin)
-        lookups = self._lookups()
+        lookups, draws = self._lookups(), self._draws()
         found = {}
         for name, calls in self.graph.calls.items():
             plan = ModulePlan(
@@ -234,10 +246,47 @@ class _Emitter:
                 tuple(lookups.get(name, ())),
                 tuple(attributes.get(name, ())),
                 tuple(sites.get(name, ())),
+                draws.get(name, ()),
             )
             if plan != ModulePlan():
                 found[name] = plan
         return found
+
+    def _draws(self) -> dict[str, tuple[Draw, ...]]:
+        """The random calls of each module; where calls of it or examples disagree, the layout is unknown."""
+        found: dict[str, dict[int, Draw]] = {}
+        counts: dict[int, int] = {}
+        for function in self.graph.trace.function_calls:
+            if function.name not in DRAWING_NAMES:
+                continue
+            call = self.graph.trace.module_calls[function.module_call]
+            index = counts[call.index] = counts.get(call.index, -1) + 1
+            draw = Draw(index, function.name, self._drawn(function, call))
+            known = found.setdefault(call.name, {}).setdefault(index, draw)
+            if known != draw:
+                found[call.name][index] = replace(known, placement=None)
+        return {name: tuple(by_index.values()) for name, by_index in found.items()}
+
+    def _drawn(self, function: FunctionCall, call: ModuleCall) -> Placement | None:
+        """How the tensor lies that a random call draws for; None where that cannot be said."""
+        tensor = function.args[0] if function.args else None
+        if not isinstance(tensor, Value):
+            return None
+        found: list[Placement] = []
+        for owner in self.by_value.get(tensor.index, ()):
+            own = self._own_call(owner, call)
+            if own is None:
+                continue
+            at = own.first_op + function.at - call.first_op
+            state = inner_state(owner.graph.trace, owner.island, tensor.index, own, at)
+            if state is not None:
+                found.append(self._placement(tensor, state, owner))
+        if not found:
+            return REPLICATE
+        attention = function.name == "scaled_dot_product_attention"
+        if len(found) > 1 or (attention and any(dim == -1 for dim, _ in found[0].dims)):
+            return None
+        return found[0]
 
     def _lookups(self) -> dict[str, list[Lookup]]:
         found: dict[str, list[Lookup]] = {}

@@ -96,3 +96,13 @@ def border_state(
             continue
         return conversion.state
     return states.get(value)
+
+
+def inner_state(trace: Trace, island: Island, value: int, call: ModuleCall, at: int) -> State | None:
+    """How a value lies where the code of a module call itself meets it, before the operator `at`."""
+    around = {above.index for above in trace.enclosing(call.index)} | {call.index}
+    for conversion in reversed(island.conversions.get(value, ())):
+        inside = conversion.call in around
+        if conversion.start <= at <= conversion.stop and inside == (conversion.side == "in"):
+            return conversion.state
+    return island.states.get(value)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensor_parallel.checkpoint_entry import Plainly, handled_by
 from tensor_parallel.errors import TraceError
 from tensor_parallel.plan import source
 from tensor_parallel.planner.integers import (
@@ -438,10 +439,16 @@ def _held_elsewhere(module: nn.Module, keys: Mapping[str, Any]) -> dict[str, str
     return found
 
 
+@contextlib.contextmanager
+def _modes(state: Recorder, meta: bool) -> Iterator[None]:
+    with torch.enable_grad(), _Operators(state, meta), _Functions(state):
+        yield
+
+
 def _run(state: Recorder, module: nn.Module, modules: Mapping[str, nn.Module], example: Any, meta: bool) -> None:
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     try:
-        with _instrumented(state, modules), torch.enable_grad(), _Operators(state, meta), _Functions(state):
+        with _instrumented(state, modules), _modes(state, meta), handled_by(Plainly()):
             module(*args, **kwargs)
     finally:
         state.restore()

@@ -1,115 +1,254 @@
 """Random draws that all ranks make together.
 
 A process has one generator a device kind: ranks that draw by themselves race for it, and a replicated tensor would get
-another mask on each rank, which makes the model wrong. So in this mode a random call is a meeting: the last rank makes
-the calls of all ranks. Where their tensors are the same (replicated), each call starts from the same generator state,
-so that all draw what the unsplit model would draw, and the generator moves on once. Where they differ (parts of a split
-tensor), the ranks draw one after the other.
+another mask on each rank, which makes the model wrong. So in this mode a random call is a meeting. Where the plan says
+how the tensor lies, the whole model's numbers are drawn once, those of the unsplit model, and each rank takes its part
+of them and does the rest in its own thread. Where nobody knows, tensors that are the same on all ranks get the same
+numbers, and ranks whose tensors differ draw one after the other.
+
+The masks inside fused attention kernels of CUDA are no numbers that can be taken apart: there split heads draw one rank
+after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from tensor_parallel.comm.draws import DRAWING, FILLING, Drawn, Layouts, argument, draws
+from tensor_parallel.comm.gather import whole_layouts
 from tensor_parallel.comm.threads import ThreadGroup
 from tensor_parallel.errors import CollectiveError
+from tensor_parallel.layout import holds_nothing, take
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Rest = Callable[[], Any]
+"""What is left of a random call for the rank's own thread."""
 
-_FILLING = frozenset(
-    getattr(torch.Tensor, name)
-    for name in "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
-) | {torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.kaiming_uniform_}
-"""What overwrites its tensor: the values before say nothing about whether it is replicated."""
 
-_DRAWING = _FILLING | frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (
-            torch,
-            "rand rand_like randn randn_like randint randint_like randperm bernoulli binomial multinomial "
-            "normal poisson dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ "
-            "feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu rrelu_ lstm gru rnn_tanh rnn_relu",
-        ),
-        (
-            F,
-            "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
-            "scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d_with_indices "
-            "fractional_max_pool3d_with_indices",
-        ),
-        (torch.Tensor, "bernoulli multinomial"),
-    )
-    for name in names.split()
-)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One rank's random call. saving: the saved-tensor hooks in its thread."""
 
-_BY_CHANCE = {F.scaled_dot_product_attention: (4, "dropout_p", 0.0)} | {
-    function: (1, "p", 0.5) for function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
-}
-"""Where and under which name the chance of dropping is given, and its default: 0 draws nothing."""
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    drawn: Drawn | None
+    saving: Any
 
-_IN_TRAINING = {F.dropout: 2, F.dropout1d: 2, F.dropout2d: 2, F.dropout3d: 2, F.rrelu: 3}
-"""Position of `training`, where it decides whether anything is drawn (its name is the same everywhere)."""
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
 
-_TRAINING_BY_DEFAULT = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d})
+    @property
+    def tensor(self) -> Any:
+        return argument(
+            self.args, self.kwargs, 0, "query" if self.func is F.scaled_dot_product_attention else "input", None
+        )
+
+    def run(self) -> Any:
+        """In any thread, as if in the rank's own."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(*self.saving) if self.saving is not None else nullcontext()
+        with hooks:
+            return self.func(*self.args, **self.kwargs)
 
 
 class JointRandom(TorchFunctionMode):
     """One rank's view; active in its thread for a run."""
 
-    def __init__(self, group: ThreadGroup) -> None:
+    def __init__(self, group: ThreadGroup, layouts: Layouts | None = None) -> None:
         super().__init__()
-        self._group = group
+        self._rank = group.rank()
+        self._meeting = group.rendezvous
+        self._layouts = layouts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func not in _DRAWING or not _draws(func, args, given):
+        # Rank 0 may be at user code, whose draws are the caller's own.
+        if func not in DRAWING or not self._meeting.is_rank():
             return func(*args, **given)
-        return self._group.rendezvous.meet(self._group.rank(), "random draw", _draw_for_all, (func, args, given))
+        name = getattr(func, "__name__", str(func))
+        drawn = self._layouts(self._rank, name) if self._layouts is not None else None
+        if not draws(func, args, given):
+            return func(*args, **given)
+        call = _Call(func, args, given, drawn, torch._C._autograd._top_saved_tensors_default_hooks(False))
+        rest: Rest = self._meeting.meet(self._rank, "random draw", _draw_for_all, call)
+        return rest()
 
 
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call takes anything from a generator."""
-    if func in _IN_TRAINING:
-        training = _argument(args, kwargs, _IN_TRAINING[func], "training", func in _TRAINING_BY_DEFAULT)
-        if not training:
-            return False
-    if func in _BY_CHANCE:
-        return bool(_argument(args, kwargs, *_BY_CHANCE[func]))
-    return True
-
-
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def _draw_for_all(calls: list[Call]) -> list[Any]:
-    names = [getattr(func, "__name__", str(func)) for func, _, _ in calls]
+def _draw_for_all(calls: list[_Call]) -> Sequence[Rest]:
+    names = [call.name for call in calls]
     if len(set(names)) > 1:
         raise CollectiveError(
             f"the ranks draw random numbers differently: {names}; all must make the same random calls"
         )
-    if not _same(calls):
-        return [func(*args, **kwargs) for func, args, kwargs in calls]
+    parts = _parts(calls)
+    if parts is not None:
+        return parts
+    drawn = calls[0].drawn
+    if drawn is None or drawn.placement.kind == "shard":
+        same = _same(calls)
+    else:
+        same = True
+    if not same:
+        return [_given(call.run()) for call in calls]
     generators = _generators(calls)
     states = [generator.get_state() for generator in generators]
     results = []
-    for func, args, kwargs in calls:
+    for call in calls:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        results.append(func(*args, **kwargs))
+        results.append(_given(call.run()))
     return results
 
 
-def _generators(calls: Sequence[Call]) -> list[torch.Generator]:
+def _given(result: Any) -> Rest:
+    return lambda: result
+
+
+# --- drawn whole, taken in parts -----------------------------------------------------------------------------------
+
+_DROPOUTS = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.dropout_, torch.feature_dropout}
+)
+"""What multiplies its input by a mask that depends on the input's shape alone."""
+
+_LIKE = frozenset({torch.rand_like, torch.randn_like})
+_IN_PLACE = frozenset({torch.dropout_})
+
+
+def _parts(calls: Sequence[_Call]) -> list[Rest] | None:
+    """What each rank does with its part of the numbers that are drawn here; None where they cannot be taken apart."""
+    func, drawn = calls[0].func, calls[0].drawn
+    tensors = [call.tensor for call in calls]
+    attention = func is F.scaled_dot_product_attention
+    if drawn is None or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return None
+    if not (func in _DROPOUTS or func in _LIKE or func in FILLING or (attention and not tensors[0].is_cuda)):
+        return None
+    if func in FILLING and any(
+        isinstance(value, torch.Tensor) for value in _flat((calls[0].args[1:], calls[0].kwargs))
+    ):
+        return None
+    if drawn.placement.kind != "shard" and (func in _LIKE or func in FILLING):
+        return None
+    shapes = [_weights_shape(call) if attention else tuple(call.tensor.shape) for call in calls]
+    cut = _cutter(drawn, shapes)
+    if cut is None:
+        return None
+    with torch.no_grad():
+        numbers = _numbers(calls[0], cut.shape, tensors[0])
+    parts = [cut(numbers, rank) for rank in range(len(calls))]
+    if any(tuple(part.shape) != shape for part, shape in zip(parts, shapes, strict=True)):
+        return None
+    return [_rest(call, part.to(call.tensor.device)) for call, part in zip(calls, parts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    """Whole numbers -> a rank's part of them."""
+
+    shape: tuple[int, ...]
+    dims: Sequence[tuple[int, Any]]
+    drawn: Drawn
+
+    def __call__(self, numbers: torch.Tensor, rank: int) -> torch.Tensor:
+        for dim, layout in self.dims:
+            numbers = take(numbers, numbers.dim() + dim, layout, self.drawn.cuts, rank)
+        return numbers
+
+
+def _cutter(drawn: Drawn, shapes: Sequence[tuple[int, ...]]) -> _Cutter | None:
+    placement, cuts = drawn.placement, drawn.cuts
+    if placement.kind != "shard":
+        return _Cutter(shapes[0], (), drawn) if len(set(shapes)) == 1 else None
+    first = next((rank for rank in range(len(shapes)) if not holds_nothing(placement.cut_by, cuts, rank)), 0)
+    try:
+        return _Cutter(*whole_layouts(placement, cuts, first, shapes[first]), drawn)
+    except CollectiveError:  # a path that the plan was not made for: the ranks draw as if nobody knew
+        return None
+
+
+def _weights_shape(call: _Call) -> tuple[int, ...]:
+    """Of attention weights: batch, heads, queries, keys."""
+    key = argument(call.args, call.kwargs, 1, "key", None)
+    return (*call.tensor.shape[:-1], key.shape[-2])
+
+
+def _numbers(call: _Call, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """The numbers of the whole tensor: of dropouts a mask that holds 0 and 1 / (1 - p)."""
+    func = call.func
+    if func is F.scaled_dot_product_attention:
+        half = like.dtype in (torch.float16, torch.bfloat16)  # torch works these out in float32
+        ones = torch.ones(shape, dtype=torch.float32 if half else like.dtype, device=like.device)
+        return F.dropout(ones, argument(call.args, call.kwargs, 4, "dropout_p", 0.0), True)
+    rest, named = call.args[1:], {k: v for k, v in call.kwargs.items() if k not in ("input", "inplace")}
+    whole = _empty_like(like, shape)
+    if func in _DROPOUTS:
+        plain = torch.dropout if func in _IN_PLACE else func
+        return plain(whole.fill_(1), *rest[: 3 if plain is torch.dropout else 2], **named)  # without `inplace`
+    result = func(whole, *rest, **named)
+    return whole if func in FILLING else result
+
+
+def _empty_like(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Dims in memory in `like`'s order: some generators fill memory from its start."""
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+    made = torch.empty([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
+    return made.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def _rest(call: _Call, part: torch.Tensor) -> Rest:
+    func = call.func
+    if func is F.scaled_dot_product_attention:
+        return lambda: _attention(part > 0, *call.args, **call.kwargs)
+    if func in _DROPOUTS:
+        position = 3 if func is not torch.dropout else len(call.args)
+        if func in _IN_PLACE or argument(call.args, call.kwargs, position, "inplace", False):
+            return lambda: call.tensor.mul_(part)
+        return lambda: call.tensor * part
+    if func in FILLING:
+        return lambda: _fill(call.tensor, part)
+    return lambda: part.clone().requires_grad_(bool(call.kwargs.get("requires_grad", False)))
+
+
+def _fill(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.copy_(part)
+
+
+def _attention(
+    kept: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's own attention with dropout, for a given mask."""
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return output
+
+
+# --- without a layout ----------------------------------------------------------------------------------------------
+
+
+def _generators(calls: Sequence[_Call]) -> list[torch.Generator]:
     """Every generator that the calls may draw from; all ranks' devices of one kind start from the first one's state."""
     found: dict[int, torch.Generator] = {id(torch.default_generator): torch.default_generator}
-    for _, args, kwargs in calls:
-        for value in _flat((args, kwargs)):
+    for call in calls:
+        for value in _flat((call.args, call.kwargs)):
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
             elif isinstance(value, torch.Tensor) and value.is_cuda:
@@ -118,14 +257,14 @@ def _generators(calls: Sequence[Call]) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _same(calls: Sequence[Call]) -> bool:
+def _same(calls: Sequence[_Call]) -> bool:
     """Whether all ranks ask for the same draw: equal shapes, equal values. Values are compared with room for rounding:
     ranks work out replicated tensors each by themselves."""
-    func, args, kwargs = calls[0]
-    first = list(_flat((args, kwargs)))
-    for _, other_args, other_kwargs in calls[1:]:
-        other = list(_flat((other_args, other_kwargs)))
-        if len(other) != len(first) or not all(map(_alike, first, other, [func in _FILLING] * len(first))):
+    first = list(_flat((calls[0].args, calls[0].kwargs)))
+    filling = [calls[0].func in FILLING] * len(first)
+    for call in calls[1:]:
+        other = list(_flat((call.args, call.kwargs)))
+        if len(other) != len(first) or not all(map(_alike, first, other, filling)):
             return False
     return True
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tensor_parallel.comm.draws import Layouts
 from tensor_parallel.comm.joint import align_backward_order, backward_order
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.comm.threads import ThreadGroup, thread_groups
@@ -125,13 +126,13 @@ class ThreadTeam:
         """The rank that runs in the calling thread; None in any other thread."""
         return self._meeting.threads.get(threading.get_ident())
 
-    def run(self, work: Callable[[int], T], *, joint_random: bool = False) -> list[T]:
+    def run(self, work: Callable[[int], T], *, joint_random: bool | Layouts = False) -> list[T]:
         """`work(rank)` in every rank's thread, under the caller's own state (grad mode, autocast, modes, saved-tensor
         hooks, context variables); the results by rank. Callers in several threads take turns; rank 0 acting as the
         caller (`as_caller`) is served inside the run under way.
 
-        joint_random: the ranks make their random calls together, so that replicated tensors get the same draws, those
-            of the unsplit model, on every rank (see joint_random.py); without it ranks race for the generator.
+        joint_random: the ranks make their random calls together and get those of the unsplit model (see
+            joint_random.py), best with what is known of how their tensors lie; without it ranks race for the generator.
 
         Raises:
             BaseException: the first one that a rank raised, itself, with a note that names the rank; the other ranks
@@ -147,13 +148,13 @@ class ThreadTeam:
         if inside:
             joint_before = nested.joint_random
             if joint_random and not joint_before:
-                work = self._drawing_jointly(work)
-            results = nested.run(work, state, joint_random or joint_before)
+                work = self._drawing_jointly(work, joint_random)
+            results = nested.run(work, state, bool(joint_random) or joint_before)
         else:
             if joint_random:
-                work = self._drawing_jointly(work)
+                work = self._drawing_jointly(work, joint_random)
             with self._lock:
-                nested.joint_random = joint_random
+                nested.joint_random = bool(joint_random)
                 results = self._run(work, state)
         if saved is not None:
             saved.hand_over()
@@ -175,11 +176,11 @@ class ThreadTeam:
             for thread in self._threads:
                 thread.join()
 
-    def _drawing_jointly(self, work: Callable[[int], T]) -> Callable[[int], T]:
-        groups = self.groups
+    def _drawing_jointly(self, work: Callable[[int], T], known: bool | Layouts) -> Callable[[int], T]:
+        groups, layouts = self.groups, None if isinstance(known, bool) else known
 
         def together(rank: int) -> T:
-            with JointRandom(groups[rank]):
+            with JointRandom(groups[rank], layouts):
                 return work(rank)
 
         return together

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Self
 
 import torch
@@ -55,7 +57,7 @@ class SplitModule(nn.Module):
         elif "config" in name and hasattr(value, "__dict__"):
             for peer in slot.peers():
                 setattr(peer, name, value)
-        elif _is_plain(value):
+        elif _is_plain(value) or _is_free_function(value):
             if name == "training":
                 slot.shards.training = None
             for peer in slot.peers():
@@ -180,12 +182,28 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
+def _is_free_function(value: Any) -> bool:
+    """Whether a value is a function that belongs to no module or tensor, and so is right for every rank."""
+    if isinstance(value, functools.partial):
+        return all(map(_is_free, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, FunctionType):
+        return all(_is_free(cell.cell_contents) for cell in value.__closure__ or ())
+    return isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, (nn.Module, torch.Tensor))
+
+
+def _is_free(value: Any) -> bool:
+    return isinstance(value, type) or _is_plain(value) or _is_free_function(value)
+
+
 def split_class(
-    base: type[nn.Module], mixins: tuple[type, ...], methods: Mapping[str, Callable[..., Any]]
+    base: type[nn.Module],
+    mixins: tuple[type, ...],
+    methods: Mapping[str, Callable[..., Any]],
+    own_forward: Callable[..., Any],
 ) -> type[nn.Module]:
     """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`.
 
-    methods: those that the subclass has in place of the base's.
+    methods: those that the subclass has in place of the base's.  own_forward: what a rank does.
     """
 
     @functools.wraps(base.forward)
@@ -194,7 +212,7 @@ def split_class(
         rank = slot.rank_here()
         if rank is None:
             return run_on_all(self, slot, args, kwargs)
-        return slot.own_forward(self, *args, **kwargs)
+        return own_forward(self, *args, **kwargs)
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return base(*args, **kwargs)
@@ -210,4 +228,13 @@ def split_class(
     }
     meta: Any = type(base)
     made: type[nn.Module] = meta(base.__name__, (*mixins, base), namespace)
+    if checkpoints_itself(base):
+        super(SplitModule, made).__init_subclass__()  # type: ignore[misc]
     return made
+
+
+def checkpoints_itself(base: type[nn.Module]) -> bool:
+    """Whether it is a layer of transformers whose `forward` is wrapped, for each subclass anew, in one that checkpoints
+    where it is the outermost: then the split class needs the wrapper, and a rank has to go through it."""
+    layers = sys.modules.get("transformers.modeling_layers")
+    return layers is not None and issubclass(base, layers.GradientCheckpointingLayer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_hooks, watch
+from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.values import leaves, map_leaves
 
@@ -20,12 +21,12 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
     """Run `module` on every rank; rank 0's output, on the model's output device.
 
     Raises:
-        NotImplementedError: a hidden rank's module is called outside its rank, as activation checkpointing does.
+        RuntimeError: a hidden rank's module is called outside its rank.
     """
     if slot.rank:
-        raise NotImplementedError(
-            f"{slot.name or 'the model'} on rank {slot.rank} was called outside its rank: activation checkpointing "
-            "inside a split model is not there yet; checkpoint around the whole model, or switch it off"
+        raise RuntimeError(
+            f"{slot.name or 'the model'} on rank {slot.rank} was called outside its rank, by code that the model's "
+            "forward keeps for later (a thread of its own, a hook on a tensor); such code can only use rank 0's modules"
         )
     shards = slot.shards
     name = slot.name
@@ -51,7 +52,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
         own_args, own_kwargs = inputs[rank]
-        with shards.bound(rank, copies):
+        with shards.bound(rank, copies), handled(shards, rank):
             return enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
 
     try:
@@ -67,7 +68,7 @@ def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     def work(rank: int) -> Any:
         module = shards.module(rank, name)
         own_args, own_kwargs = inputs[rank]
-        with nullcontext() if own_call else shards.counting_anew(rank):
+        with nullcontext() if own_call else shards.counting_from(rank):
             return enter(module, module.__dict__["_tp_slot"], own_args, own_kwargs)
 
     outputs = _run(shards, name, work)
@@ -84,20 +85,15 @@ def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any
     if shards.world_size == 1:
         return shards.team.run(work)
     if shards.is_training():
-        return shards.team.run(work, joint_random=True)
+        return shards.team.run(work, joint_random=shards.draw_layout)
     known = shards.draws.get(name)
     if known is not None:
-        return shards.team.run(work, joint_random=known)
-    before = _random_states(shards.devices)
-    outputs = shards.team.run(work, joint_random=True)
-    after = _random_states(shards.devices)
+        return shards.team.run(work, joint_random=shards.draw_layout if known else False)
+    before = random_states(shards.devices)
+    outputs = shards.team.run(work, joint_random=shards.draw_layout)
+    after = random_states(shards.devices)
     shards.draws[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return outputs
-
-
-def _random_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    cuda = {device for device in devices if device.type == "cuda"}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(cuda, key=str))]
 
 
 def enter(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

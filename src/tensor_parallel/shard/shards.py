@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tensor_parallel.comm.draws import Drawn
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.errors import TensorParallelError
-from tensor_parallel.plan import ResolvedPlan
+from tensor_parallel.layout import Cuts
+from tensor_parallel.plan import Draw, ResolvedPlan
 from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.team import Team
 
@@ -102,6 +104,7 @@ class ModelShards:
     adapters: list[Adapter] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)
     spare: frozenset[str] = frozenset()
+    scopes: dict[int, DrawScope] = field(default_factory=dict)
     counterparts: Counterparts | None = None
     own_call: str | None = None
     changed: str = ""
@@ -172,6 +175,24 @@ class ModelShards:
             copies[index] = by_rank_copy
         return copies
 
+    def draw_layout(self, rank: int, function: str) -> Drawn | None:
+        """How the tensor of `rank`'s next random call lies; None where the plan does not know."""
+        scope = self.scopes.get(rank)
+        return None if scope is None else scope.next(function)
+
+    @contextmanager
+    def drawing(self, rank: int, known: Mapping[int, Draw]) -> Iterator[None]:
+        """Around one call on `rank` of a module with these random calls."""
+        outer = self.scopes.get(rank)
+        self.scopes[rank] = DrawScope(known, self.resolved.cuts)
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self.scopes[rank]
+            else:
+                self.scopes[rank] = outer
+
     @contextmanager
     def showing(self, name: str, same: Iterable[list[Any]]) -> Iterator[Counterparts]:
         """Around user code at the module `name`, on rank 0: objects that belong together are known as such, and the
@@ -185,15 +206,16 @@ class ModelShards:
             self.counterparts, self.own_call = before
 
     @contextmanager
-    def counting_anew(self, rank: int) -> Iterator[None]:
-        """Calls of modules are counted from 0 within it, as in a run of its own."""
-        before = [borders.calls for borders in self.borders_by_call[rank]]
-        for borders in self.borders_by_call[rank]:
-            borders.calls = 0
+    def counting_from(self, rank: int, counts: Sequence[int] = ()) -> Iterator[None]:
+        """Calls of modules are counted from `counts` within it, by default from 0, as in a run of its own."""
+        counted = self.borders_by_call[rank]
+        before = [borders.calls for borders in counted]
+        for borders, calls in zip(counted, counts or [0] * len(counted), strict=True):
+            borders.calls = calls
         try:
             yield
         finally:
-            for borders, calls in zip(self.borders_by_call[rank], before, strict=True):
+            for borders, calls in zip(counted, before, strict=True):
                 borders.calls = calls
 
     def records(self, module: nn.Module) -> bool:
@@ -280,6 +302,23 @@ def _follow(split: SplitTensor) -> None:
             piece.tensor.requires_grad_(wanted)
 
 
+class DrawScope:
+    """The random calls of one module call on one rank, as far as the plan knows them."""
+
+    __slots__ = ("_count", "_cuts", "_known")
+
+    def __init__(self, known: Mapping[int, Draw], cuts: Cuts) -> None:
+        self._known, self._cuts, self._count = known, cuts, 0
+
+    def next(self, function: str) -> Drawn | None:
+        """How the tensor of the next call lies; a call that is not the one that the plan knows leaves the count."""
+        draw = self._known.get(self._count)
+        if draw is None or draw.function != function:
+            return None
+        self._count += 1
+        return None if draw.placement is None else Drawn(draw.placement, self._cuts)
+
+
 class Slot:
     """What one module of one rank's tree knows about the split; kept in its `__dict__`.
 
@@ -291,6 +330,7 @@ class Slot:
         "_seen",
         "around",
         "children",
+        "draws",
         "inside",
         "loading",
         "name",
@@ -313,6 +353,7 @@ class Slot:
         self.outside: Any = None
         self.around: Any = None
         self.watched = False
+        self.draws: Mapping[int, Draw] = {}
         self.loading = False
 
     @property

@@ -19,7 +19,21 @@ def local_forward(base: type[nn.Module], plan: ModulePlan) -> Callable[..., Any]
     """The module's own forward, its planned call sites taking local sizes."""
     sites = [site for site in plan.call_sites if site.method == "forward"]
     forward = with_local_sizes(base.forward, sites) if sites else base.forward
+    if plan.draws:
+        forward = _drawing(forward)
     return _looking_up(forward) if plan.lookups else forward
+
+
+def _drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose random calls are those that the module's plan knows."""
+
+    @functools.wraps(forward)
+    def drawing(module: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = module.__dict__["_tp_slot"]
+        with slot.shards.drawing(slot.rank, slot.draws):
+            return forward(module, *args, **kwargs)
+
+    return drawing
 
 
 def _looking_up(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tensor_parallel.comm.draws import Layouts
 from tensor_parallel.comm.group import Group
 
 
@@ -22,7 +23,7 @@ class Team(Protocol):
     @property
     def groups(self) -> Sequence[Group]: ...
 
-    def run(self, work: Callable[[int], Any], *, joint_random: bool = False) -> list[Any]:
+    def run(self, work: Callable[[int], Any], *, joint_random: bool | Layouts = False) -> list[Any]:
         """`work(rank)` on every rank at once; the results by rank. joint_random: ranks draw random numbers together."""
         ...
 

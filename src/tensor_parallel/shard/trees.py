@@ -17,7 +17,7 @@ from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.borders import RankView, compile_borders
 from tensor_parallel.shard.hooks import is_own, is_recorder, spare_modules
 from tensor_parallel.shard.joined import base_class
-from tensor_parallel.shard.module import SplitModule, split_class
+from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
 from tensor_parallel.shard.shards import (
     Binding,
@@ -259,10 +259,11 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         base = base_class(child)
         plan = shards.resolved.plan.modules.get(path, NO_PLAN)
         signature = _signature(base)
-        key = (base, plan.call_sites, bool(plan.lookups), path == "")
+        key = (base, plan.call_sites, bool(plan.lookups), bool(plan.draws), path == "")
         if key not in classes:
-            forwards[key] = local_forward(base, plan)
-            classes[key] = split_class(base, mixins if path == "" else (SplitModule,), local_methods(base, plan))
+            own_forward, bases = local_forward(base, plan), mixins if path == "" else (SplitModule,)
+            classes[key] = split_class(base, bases, local_methods(base, plan), own_forward)
+            forwards[key] = classes[key].forward if checkpoints_itself(base) else own_forward
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])
@@ -270,6 +271,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             slot.inside = compile_borders(plan, own, signature, view, "inside")
             slot.outside = compile_borders(plan, own, signature, view, "outside")
+            slot.draws = {draw.index: draw for draw in plan.draws}
             slot.around = compile_borders(plan, own, signature, view, "around")
             by_call = [b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call]
             shards.borders_by_call[rank].extend(by_call)
