@@ -17,8 +17,10 @@ from tensor_parallel.testing import noisy
 
 FAMILIES = ["llama", "qwen3", "gpt2"]
 DROPOUT = {
-    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.0},
-    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.0},
+    "llama": {"attention_dropout": 0.1},
+    "qwen3": {"attention_dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.1},
 }
 
 
@@ -117,13 +119,12 @@ def test_it_saves_what_it_saves_unsplit(family):
             if on:
                 model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
             with Saved() as saved:
-                model(**batch()).loss
+                _ = model(**batch()).loss
             counts[name, on] = saved.count
-    print(counts)
     assert counts["unsplit", True] < counts["unsplit", False] / 2
-    saved_by_layers = {name: counts[name, False] - counts[name, True] for name in ("unsplit", "split")}
-    # Each rank drops what the unsplit model drops; a rank's own collectives and cuts save nothing.
-    assert saved_by_layers["split"] == ranks * saved_by_layers["unsplit"]
+    assert counts["split", True] < counts["split", False] / 2
+    # Rank 0 keeps what the unsplit model keeps; the others less, where no gradient leads.
+    assert counts["split", True] <= ranks * counts["unsplit", True]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])

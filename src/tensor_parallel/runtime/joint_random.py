@@ -207,7 +207,7 @@ def _empty_like(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _rest(call: _Call, part: torch.Tensor) -> Rest:
     func = call.func
     if func is F.scaled_dot_product_attention:
-        return lambda: _attention(part > 0, *call.args, **call.kwargs)
+        return lambda: _attention(part, *call.args, **call.kwargs)
     if func in _DROPOUTS:
         position = 3 if func is not torch.dropout else len(call.args)
         if func in _IN_PLACE or argument(call.args, call.kwargs, position, "inplace", False):
@@ -224,7 +224,7 @@ def _fill(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(
-    kept: torch.Tensor,
+    mask: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -234,10 +234,25 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch's own attention with dropout, for a given mask."""
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, kept, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    """What torch's own attention computes where it drops weights on a CPU, step by step in the same order, for a given
+    mask: half precision in float32, the scale's root on both sides, rows that are masked altogether giving zeros."""
+    dtype, wide = query.dtype, mask.dtype
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    root = abs(factor) ** 0.5
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    weights = (query * (root if factor >= 0 else -root)) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        attn_mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        weights = weights.softmax(-1)
+    else:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=wide).masked_fill_(~attn_mask, -torch.inf)
+        weights = torch._safe_softmax(weights + attn_mask, -1)
+    output: torch.Tensor = ((weights * mask) @ value).to(dtype)
     return output
 
 

@@ -1,0 +1,184 @@
+"""Dropout in split models: the unsplit model's masks for the same seed, on whole and on cut tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from families import CLASSES, config, padded
+from torch import nn
+
+import tensor_parallel as tp
+from tensor_parallel.testing import noisy
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.3},
+    "llama nine heads": {
+        "attention_dropout": 0.3, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8
+    },
+    "qwen3": {"attention_dropout": 0.3},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3},
+    "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+}  # fmt: skip
+
+
+def build(family, implementation):
+    torch.manual_seed(0)
+    name = family.partition(" ")[0]
+    return noisy(CLASSES[name](config(name, **DROPOUT[family], attn_implementation=implementation)).double().train())
+
+
+def gradients(model):
+    if isinstance(model, tp.TensorParallel):
+        return tp.full_gradients(model)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(reference, split, inputs, loss_of, steps=1, tolerance=1e-11):
+    ends = []
+    for model in (reference, split):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(7)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model(**inputs))
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+        ends.append((torch.stack(losses), torch.get_rng_state()))
+    torch.testing.assert_close(ends[1][0], ends[0][0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(ends[1][1], ends[0][1]), "the generator ends elsewhere"
+    mine, theirs = gradients(split), gradients(reference)
+    assert list(mine) == list(theirs)
+    for name in theirs:
+        torch.testing.assert_close(
+            mine[name], theirs[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", DROPOUT)
+def test_families_train_as_unsplit(family, ranks, implementation):
+    reference = build(family, implementation)
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks)
+    inputs = padded(left=False)
+    inputs["labels"] = inputs["input_ids"]
+    steps = 3 if ranks == 3 else 1
+    assert_same_training(reference, split, inputs, lambda output: output.loss, steps, 1e-7 if steps > 1 else 1e-11)
+
+
+def test_an_encoder_decoder_trains_as_unsplit():
+    settings = transformers.T5Config(
+        vocab_size=101,
+        d_model=24,
+        d_kv=4,
+        d_ff=20,
+        num_layers=2,
+        num_heads=6,
+        dropout_rate=0.2,
+        decoder_start_token_id=0,
+    )
+    reference = noisy(transformers.T5ForConditionalGeneration(settings).double().train())
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 3)
+    inputs = padded(left=False)
+    inputs["labels"] = inputs["input_ids"]
+    assert_same_training(reference, split, inputs, lambda output: output.loss)
+
+
+class Cut(nn.Module):
+    """Random calls of many kinds on hidden units, which are cut."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.up, self.down, self.drop = how, nn.Linear(6, 10), nn.Linear(10, 6), nn.Dropout(0.4)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if self.how == "module":
+            hidden = self.drop(hidden)
+        elif self.how == "in place":
+            hidden = F.dropout(hidden * 1, 0.4, self.training, True)
+        elif self.how == "twice":
+            hidden = F.dropout(self.drop(torch.tanh(hidden)), p=0.2, training=self.training)
+        elif self.how == "keyword":
+            hidden = F.dropout(input=hidden, p=0.2, training=self.training)
+        elif self.how == "transposed":
+            hidden = F.dropout(hidden.transpose(0, 1), 0.4, self.training).transpose(0, 1)
+        elif self.how == "noise":
+            hidden = hidden + torch.randn_like(hidden)
+        elif self.how == "function":
+            hidden = torch.dropout(hidden, 0.3, self.training)
+        elif self.how == "partial":
+            return self.drop(self.down(torch.tanh(hidden)))
+        return self.down(torch.tanh(hidden))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "how", ["module", "in place", "twice", "keyword", "transposed", "noise", "function", "partial"]
+)
+def test_random_calls_on_cut_units(how, ranks):
+    reference = noisy(Cut(how).double().train())
+    x = torch.randn(4, 6, dtype=torch.float64)
+    plan = tp.make_plan(reference, ranks, {"x": x})
+    assert plan.tensors["up.weight"].is_cut
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, plan)
+    assert_same_training(reference, split, {"x": x}, lambda output: output.pow(2).sum(), 2)
+
+
+def test_equal_values_on_two_ranks_do_not_share_a_mask():
+    """What the ranks hold cannot say how it lies: here both halves are the same numbers."""
+    reference = Cut("module").double().train()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.fill_(0.5)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2, example_inputs={"x": x})
+    assert_same_training(reference, split, {"x": x}, lambda output: output.sum())
+
+
+def test_a_call_that_the_plan_does_not_know_draws_reproducibly():
+    class Hidden(Cut):
+        def forward(self, x):
+            if self.training:
+                return self.down(F.dropout(torch.tanh(self.up(x)), 0.4, True))
+            return self.down(torch.tanh(self.up(x)))
+
+    reference = noisy(Hidden("").double().eval())
+    x = torch.randn(4, 6, dtype=torch.float64)
+    split = tp.tensor_parallel(reference, ["cpu"] * 2, example_inputs={"x": x}).train()
+    found = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        found.append(split(x))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_model_that_draws_in_eval_mode():
+    class Noisy(Cut):
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x) + torch.rand_like(self.up(x)))) + torch.rand_like(x)
+
+    reference = noisy(Noisy("").double().eval())
+    x = torch.randn(4, 6, dtype=torch.float64)
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 3, example_inputs={"x": x})
+    for _ in range(2):
+        ends = []
+        for model in (reference, split):
+            torch.manual_seed(5)
+            ends.append((model(x), torch.rand(3)))
+        torch.testing.assert_close(ends[1], ends[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_plan_says_how_draws_lie_and_keeps_it_as_json():
+    plan = tp.make_plan(build("llama", "sdpa"), 2)
+    (draw,) = plan.modules["model.layers.0.self_attn"].draws
+    assert (draw.index, draw.function, draw.placement.kind) == (0, "scaled_dot_product_attention", "shard")
+    assert [dim for dim, _ in draw.placement.dims] == [-3]
+    assert tp.Plan.from_json(plan.to_json()).modules == plan.modules
