@@ -34,7 +34,7 @@ check: $(STAMPS)/dev
 
 bench: $(STAMPS)/base
 	$(PIP) --editable ".[transformers]"
-	$(RUN) bench/run.py $(ARGS)
+	$(RUN) benchmarks/run.py $(ARGS)
 
 $(STAMPS)/base: pyproject.toml
 	@bash scripts/environment.sh "$(VENV)" "$(PYTHON)" "$(TORCH)"

@@ -239,16 +239,6 @@ def test_the_class_makes_ordinary_models():
     assert split.generate.__func__ is LlamaForCausalLM.generate
 
 
-def test_gradient_checkpointing_is_refused():
-    reference, split = pair(2)
-    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):
-        with pytest.raises(NotImplementedError, match="checkpointing"):
-            getattr(split, name)()
-    reference.activation_checkpointing_enable()
-    with pytest.raises(NotImplementedError, match="checkpointing"):
-        tp.tensor_parallel(reference, ["cpu"] * 2, llama_plan(reference))
-
-
 def test_copies_are_split_again():
     reference, split = pair(2, tied=True)
     ids, _ = batch()

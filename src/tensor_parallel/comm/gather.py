@@ -66,11 +66,23 @@ class GatherPlan:
                 _ = block.zero_() if part is None else block.copy_(_narrow(part, source))
         return whole
 
-    def scatter(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """`rank`'s part of `whole`, a new tensor; zeros where the gather takes nothing from the rank."""
+    def put(self, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+        """Copy what is taken from `rank`'s tensor to its places in `whole`."""
+        for piece in self.pieces:
+            if piece.rank == rank:
+                for target, source in _blocks(piece):
+                    _narrow(whole, target).copy_(_narrow(part, source))
+
+    def scatter(self, whole: torch.Tensor, rank: int, *, views: bool = False) -> torch.Tensor:
+        """`rank`'s part of `whole`, a new tensor (or a view, where it is one stretch and that is enough); zeros where
+        the gather takes nothing from the rank."""
         shape = self.local_shapes[rank]
         if shape is None:
             raise CollectiveError(f"rank {rank} takes no part in this gather and has no part of its gradient")
+        if self.joined is not None and views:
+            mine = [piece for piece in self.pieces if piece.rank == rank]
+            ((target, _),) = _blocks(mine[0])
+            return _narrow(whole, target)
         local = whole.new_zeros(shape)
         for piece in self.pieces:
             if piece.rank == rank:

@@ -31,6 +31,19 @@ class Group(Protocol):
         gradient goes to its tensor."""
         ...
 
+    def gather_first(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
+        """As all_gather, for rank 0 alone: the others have no use for what they get."""
+        ...
+
+    def stand_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """At rank 0's last gather: rank 0 goes on with its `tensor`. The others wait until rank 0 calls `release`,
+        which gives them None, or a collective, which gives them a copy of rank 0's tensor: they are needed again."""
+        ...
+
+    def release(self) -> None:
+        """Rank 0 is done: ranks that stand by are not needed."""
+        ...
+
     def all_gather(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
         """The whole of a tensor that lies as `placement` (kind "shard"): each piece is taken from the first rank that
         holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""

@@ -48,18 +48,32 @@ def add_in_order(parts: Sequence[torch.Tensor], device: torch.device) -> torch.T
     return total.to(first.dtype) if wide else total
 
 
-def sum_to_ranks(parts: Parts, devices: Devices, receives: Receives, inside: Inside) -> Results:
-    """The sum of the parts that take part, for each rank that receives it, on its device."""
+def sum_to_ranks(parts: Parts, devices: Devices, receives: Receives, inside: Inside, *, filled: bool = True) -> Results:
+    """The sum of the parts that take part, for each rank that receives it, on its device. Where it shall not be filled,
+    the caller adds into it (`sum_into`)."""
     if _needs_node(parts):
-        return list(_SumToRanks.apply(tuple(devices), tuple(receives), inside, *parts))  # type: ignore[no-untyped-call]
-    return _sum(parts, devices, receives)
+        wanted = tuple(devices), tuple(receives), inside, filled
+        return list(_SumToRanks.apply(*wanted, *parts))  # type: ignore[no-untyped-call]
+    return _sum(parts, devices, receives, filled)
 
 
-def gather_to_ranks(parts: Parts, plan: GatherPlan, receives: Receives, inside: Inside) -> Results:
-    """The whole tensor, for each rank that receives it; a part that is None counts as zeros."""
+def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write the sum of at least two parts, added from the left, into a tensor on their device."""
+    with torch.no_grad():
+        if len(parts) == 2:
+            torch.add(parts[0].detach(), parts[1].detach(), out=target.detach())
+        else:
+            target.detach().copy_(add_in_order([part.detach() for part in parts], target.device))
+
+
+def gather_to_ranks(
+    parts: Parts, plan: GatherPlan, receives: Receives, inside: Inside, *, filled: bool = True
+) -> Results:
+    """The whole tensor, for each rank that receives it; a part that is None counts as zeros. Where it shall not be
+    filled, the caller copies the parts into it."""
     if _needs_node(parts):
-        return list(_GatherToRanks.apply(plan, tuple(receives), inside, *parts))  # type: ignore[no-untyped-call]
-    return _gather(parts, plan, receives)
+        return list(_GatherToRanks.apply(plan, tuple(receives), inside, filled, *parts))  # type: ignore[no-untyped-call]
+    return _gather(parts, plan, receives, filled)
 
 
 def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, inside: Inside) -> Results:
@@ -67,7 +81,7 @@ def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, inside
     the gather does not read a rank's part."""
     if _needs_node(wholes):
         return list(_ScatterToRanks.apply(plan, tuple(receives), inside, *wholes))  # type: ignore[no-untyped-call]
-    return _scatter(wholes, plan, receives)
+    return _scatter(wholes, plan, receives, views=True)
 
 
 def copy_to_ranks(
@@ -124,29 +138,38 @@ def _hand_out(total: torch.Tensor, devices: Devices, receives: Receives, fresh: 
     return results
 
 
-def _sum(parts: Parts, devices: Devices, receives: Receives) -> Results:
+def _sum(parts: Parts, devices: Devices, receives: Receives, filled: bool = True) -> Results:
     present = [part for part in parts if part is not None]
     if not present or not any(receives):
         return [None] * len(parts)
+    if not filled:
+        like = present[0]
+        pairs = zip(devices, receives, strict=True)
+        return [like.new_empty(like.shape, device=device) if wanted else None for device, wanted in pairs]
     device = next(device for device, wanted in zip(devices, receives, strict=True) if wanted)
     total = add_in_order(present, device)
     return _hand_out(total, devices, receives, fresh=len(present) > 1 or total is not present[0])
 
 
-def _gather(parts: Parts, plan: GatherPlan, receives: Receives) -> Results:
+def _gather(parts: Parts, plan: GatherPlan, receives: Receives, filled: bool = True) -> Results:
     present = next((part for part in parts if part is not None), None)
     if present is None or not any(receives):
         return [None] * len(parts)
     device = next(device for device, wanted in zip(plan.devices, receives, strict=True) if wanted)
+    if not filled:
+        return [present.new_empty(plan.shape, device=device) if wanted else None for wanted in receives]
     return _hand_out(plan.gather(parts, present, device), plan.devices, receives, fresh=True)
 
 
-def _scatter(wholes: Parts, plan: GatherPlan, receives: Receives) -> Results:
+def _scatter(wholes: Parts, plan: GatherPlan, receives: Receives, views: bool = False) -> Results:
     present = [whole for whole in wholes if whole is not None]
     if not present or not any(receives):
         return [None] * len(wholes)
     total = add_in_order(present, present[0].device)
-    return [plan.scatter(total, rank).to(plan.devices[rank]) if receives[rank] else None for rank in range(len(wholes))]
+    return [
+        plan.scatter(total, rank, views=views).to(plan.devices[rank]) if receives[rank] else None
+        for rank in range(len(wholes))
+    ]
 
 
 def _refuse_inside(inside: Inside) -> None:
@@ -159,36 +182,40 @@ def _refuse_inside(inside: Inside) -> None:
 
 class _SumToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, devices: Devices, receives: Receives, inside: Inside, *parts: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any, devices: Devices, receives: Receives, inside: Inside, filled: bool, *parts: torch.Tensor | None
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.devices, ctx.receives, ctx.inside = devices, receives, inside
-        return tuple(_sum(parts, devices, receives))
+        return tuple(_sum(parts, devices, receives, filled))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _refuse_inside(ctx.inside)
-        return None, None, None, *sum_to_ranks(grads, ctx.devices, ctx.needs_input_grad[3:], ctx.inside)
+        return None, None, None, None, *sum_to_ranks(grads, ctx.devices, ctx.needs_input_grad[4:], ctx.inside)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(_sum(tangents[3:], ctx.devices, ctx.receives))
+        return tuple(_sum(tangents[4:], ctx.devices, ctx.receives))
 
 
 class _GatherToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, *parts: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, filled: bool, *parts: torch.Tensor | None
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.receives, ctx.inside = plan, receives, inside
-        return tuple(_gather(parts, plan, receives))
+        return tuple(_gather(parts, plan, receives, filled))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _refuse_inside(ctx.inside)
-        return None, None, None, *scatter_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+        return None, None, None, None, *scatter_to_ranks(grads, ctx.plan, ctx.needs_input_grad[4:], ctx.inside)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tuple(_gather(tangents[3:], ctx.plan, ctx.receives))
+        return tuple(_gather(tangents[4:], ctx.plan, ctx.receives))
 
 
 class _ScatterToRanks(torch.autograd.Function):

@@ -45,6 +45,17 @@ class RecordingGroup:
         self.calls.append(("all_gather", whole.nbytes))
         return whole
 
+    def gather_first(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
+        """As all_gather."""
+        return self.all_gather(tensor, placement, cuts)
+
+    def stand_by(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor: this rank goes on."""
+        return tensor
+
+    def release(self) -> None:
+        """Nobody waits here."""
+
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """The tensor: nothing is sent forwards."""
         return tensor

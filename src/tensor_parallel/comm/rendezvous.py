@@ -39,6 +39,11 @@ class Rendezvous:
         self.failed: int | None = None
         self.threads: dict[int, int] = {}
         """The rank that runs in each thread, by the thread's ident; filled in by whoever owns the threads."""
+        self.standing_by: Callable[[], None] | None = None
+        """While the other ranks wait for rank 0 to be done, or to call them again: how it does so."""
+        self.intra_op = (1, 1)
+        """Threads of torch's own for a rank: while all work, and for one that works alone."""
+        self._alone = False
         self._guard = threading.Lock()
         self._children: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
         self._order = 0
@@ -52,10 +57,17 @@ class Rendezvous:
         """Whether a rank runs in the calling thread."""
         return threading.get_ident() in self.threads
 
+    def work_alone(self, alone: bool) -> None:
+        """Give the calling thread all cores, while the other ranks wait for it, or take them back."""
+        together, all_cores = self.intra_op
+        if alone != self._alone and all_cores > together:
+            torch.set_num_threads(all_cores if alone else together)
+            self._alone = alone
+
     def reset(self) -> None:
         """Forget an error and everything that was under way; only while no rank is in here."""
         with self._guard:
-            self.error, self.failed = None, None
+            self.error, self.failed, self.standing_by = None, None, None
             self._slots: list[Any] = [None] * self.size
             self._waiting: list[int] = []
             self._gates = [threading.Lock() for _ in self.devices]
@@ -76,6 +88,9 @@ class Rendezvous:
             DeadlineError: the others did not come within the deadline (seconds).
             RankError: another rank failed, in `joint` or elsewhere.
         """
+        if rank == 0 and self.standing_by is not None:
+            go_on, self.standing_by = self.standing_by, None
+            go_on()
         order = backward_order() if ordered and torch.is_grad_enabled() else -1
         with self._guard:
             error = self.error

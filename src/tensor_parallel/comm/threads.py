@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 
 from tensor_parallel.comm.gather import GatherPlan, plan_gather
 from tensor_parallel.comm.group import Holders
-from tensor_parallel.comm.joint import copy_to_ranks, gather_to_ranks, share_from_first, sum_to_ranks
+from tensor_parallel.comm.joint import copy_to_ranks, gather_to_ranks, share_from_first, sum_into, sum_to_ranks
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.errors import CollectiveError
 from tensor_parallel.layout import Cuts, Placement
@@ -18,6 +20,16 @@ Call = tuple[str, int]
 """One recorded collective: its name, and the bytes of the whole tensor."""
 
 _MOST_PLANS = 1024
+_LARGE = 2**18
+"""Bytes from which on a second meeting costs less than one rank's copying alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfilled:
+    """A sum that is still to be worked out from its parts."""
+
+    total: torch.Tensor
+    parts: list[torch.Tensor]
 
 
 class _Meeting(Rendezvous):
@@ -28,7 +40,8 @@ class _Meeting(Rendezvous):
         self._everyone = (True,) * self.size
         self._plans: dict[Any, tuple[GatherPlan, Placement, Cuts]] = {}
 
-    def sum_up(self, values: list[tuple[torch.Tensor, bool]]) -> Sequence[torch.Tensor]:
+    def sum_up(self, values: list[tuple[torch.Tensor, bool]]) -> Sequence[Any]:
+        """Large sums are left for each rank to add itself, all at once."""
         parts = [tensor if contributes else None for tensor, contributes in values]
         first = next((part for part in parts if part is not None), None)
         if first is None:
@@ -36,7 +49,11 @@ class _Meeting(Rendezvous):
         shape, dtype = first.shape, first.dtype
         if any([part is not None and (part.shape != shape or part.dtype != dtype) for part in parts]):
             raise CollectiveError(f"all_reduce of different tensors: {_each(parts)}; all must have one shape and dtype")
-        return sum_to_ranks(parts, self.devices, self._everyone, self.is_rank)  # type: ignore[return-value]
+        present = [part for part in parts if part is not None]
+        if len(present) == 1 or first.nbytes < _LARGE or len(set(self.devices)) > 1:
+            return sum_to_ranks(parts, self.devices, self._everyone, self.is_rank)
+        sums = sum_to_ranks(parts, self.devices, self._everyone, self.is_rank, filled=False)
+        return [_Unfilled(total, present) for total in sums if total is not None]
 
     def join(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[torch.Tensor]:
         tensors = [value[0] for value in values]
@@ -58,6 +75,22 @@ class _Meeting(Rendezvous):
             found = plan_gather(placement, cuts, shapes, self.devices), placement, cuts
             self._plans[key] = found
         return found[0]
+
+    def join_first(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[Any]:
+        """For rank 0 the whole; large ones are left for each rank to copy its part into, (whole, plan)."""
+        tensors = [value[0] for value in values]
+        _, placement, cuts = values[0]
+        if any(value[1] is not placement and value[1] != placement for value in values):
+            raise CollectiveError(f"all_gather with different placements: {[value[1] for value in values]}")
+        plan = self._plan(placement, cuts, tuple(tensor.shape for tensor in tensors))
+        parts = [tensor if gives else None for tensor, gives in zip(tensors, plan.givers, strict=True)]
+        if len({part.dtype for part in parts if part is not None}) > 1:
+            raise CollectiveError(f"all_gather of different dtypes: {_each(parts)}; all must have one dtype")
+        nbytes = prod(plan.shape) * tensors[0].element_size()
+        in_parts = nbytes >= _LARGE and len(set(self.devices)) == 1
+        first = [True] + [False] * (self.size - 1)
+        whole = gather_to_ranks(parts, plan, first, self.is_rank, filled=not in_parts)[0]
+        return [(whole, plan if in_parts else None)] * self.size
 
     def share(self, values: list[tuple[torch.Tensor, Holders | None]]) -> Sequence[torch.Tensor]:
         tensors = [tensor for tensor, _ in values]
@@ -144,8 +177,14 @@ class ThreadGroup:
         if self.record is not None:
             self.record.append(("all_reduce", tensor.nbytes))
         meeting = self._meeting
-        result: torch.Tensor = meeting.meet(self._rank, "all_reduce", meeting.sum_up, (tensor, contributes))
-        return result
+        result = meeting.meet(self._rank, "all_reduce", meeting.sum_up, (tensor, contributes))
+        if type(result) is _Unfilled:
+            total, parts = result.total, result.parts
+            sum_into(total, parts)
+            meeting.meet(self._rank, "all_reduce", _nothing, None, ordered=False)  # nobody writes into a part before
+            return total
+        reduced: torch.Tensor = result
+        return reduced
 
     def all_gather(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
         """See Group.
@@ -158,6 +197,43 @@ class ThreadGroup:
         if self.record is not None:
             self.record.append(("all_gather", result.nbytes))
         return result
+
+    def gather_first(self, tensor: torch.Tensor, placement: Placement, cuts: Cuts) -> torch.Tensor:
+        """See Group. Of a large tensor each rank copies its part itself, all at once; where that is done the others get
+        the very tensor of rank 0."""
+        meeting = self._meeting
+        whole, plan = meeting.meet(self._rank, "all_gather", meeting.join_first, (tensor, placement, cuts))
+        if self.record is not None:
+            self.record.append(("all_gather", whole.nbytes))
+        if plan is not None:
+            with torch.no_grad():
+                plan.put(whole.detach(), tensor.detach(), self._rank)
+            meeting.meet(self._rank, "all_gather", _nothing, None, ordered=False)
+        result: torch.Tensor = whole
+        return result
+
+    def stand_by(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See Group."""
+        meeting = self._meeting
+        if self._rank == 0:
+            meeting.standing_by = lambda: self._go_on(tensor)
+            meeting.work_alone(True)
+            return tensor
+        over = meeting.meet(self._rank, "stand by", _from_first, None, ordered=False)
+        return None if over else self.broadcast_tensors(())[0]
+
+    def _go_on(self, tensor: torch.Tensor) -> None:
+        self._meeting.work_alone(False)
+        self._meeting.meet(0, "stand by", _from_first, False, ordered=False)
+        self.broadcast_tensors([tensor])
+
+    def release(self) -> None:
+        """See Group."""
+        meeting = self._meeting
+        if meeting.standing_by is not None:
+            meeting.standing_by = None
+            meeting.work_alone(False)
+            meeting.meet(0, "stand by", _from_first, True, ordered=False)
 
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """See Group. The result shares the tensor's memory; without gradients it is the tensor.
@@ -195,6 +271,10 @@ class ThreadGroup:
 
     def abort(self, error: BaseException) -> None:
         self._meeting.abort(error, self._rank)
+
+
+def _from_first(values: list[Any]) -> list[Any]:
+    return [values[0]] * len(values)
 
 
 def _nothing(values: list[Any]) -> list[Any]:

@@ -137,6 +137,7 @@ class ModulePlan:
     """Everything that one module does differently on a rank.
 
     inputs and outputs list each tensor that is not replicated on both sides; what is not listed is replicated.
+    last: with its output the ranks have met for the last time in the traced forwards.
     """
 
     inputs: tuple[Boundary, ...] = ()
@@ -145,6 +146,7 @@ class ModulePlan:
     attributes: tuple[LocalSize, ...] = ()
     call_sites: tuple[CallSite, ...] = ()
     draws: tuple[Draw, ...] = ()
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

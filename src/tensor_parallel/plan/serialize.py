@@ -299,6 +299,7 @@ _module = _record(
         "attributes": _tuple_of(_local_size),
         "call_sites": _tuple_of(_call_site),
         "draws": _tuple_of(_draw),
+        "last": _Node.flag,
     },
 )
 _tensor = _record(

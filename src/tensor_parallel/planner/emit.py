@@ -237,7 +237,7 @@ class _Emitter:
                 twin = CallSite(site.method, site.position, site.argument, site.value, layout_)
                 if twin not in sites.setdefault(module, []):
                     sites[module].append(twin)
-        lookups, draws = self._lookups(), self._draws()
+        lookups, draws, last = self._lookups(), self._draws(), self._last()
         found = {}
         for name, calls in self.graph.calls.items():
             plan = ModulePlan(
@@ -247,10 +247,29 @@ class _Emitter:
                 tuple(attributes.get(name, ())),
                 tuple(sites.get(name, ())),
                 draws.get(name, ()),
+                name == last,
             )
             if plan != ModulePlan():
                 found[name] = plan
         return found
+
+    def _last(self) -> str | None:
+        """The module at whose exit the last collective of every traced forward is, with no module called after it."""
+        trace, names = self.graph.trace, set()
+        for root in trace.roots():
+            inside = [call for call in trace.module_calls if call.trace == root.trace and call.parent is not None]
+            gathering = [call for call in inside if self._gathers(call)]
+            if not gathering or any(place[0] == root.name for place in self.places):
+                return None
+            last = max(gathering, key=lambda call: (call.last_op, -call.index))
+            later = [call for call in inside if call.index > last.index and call.first_op >= last.last_op]
+            if later or sum(call.name == last.name for call in inside) > 1:
+                return None
+            names.add(last.name)
+        return names.pop() if len(names) == 1 else None
+
+    def _gathers(self, call: ModuleCall) -> bool:
+        return any(self.places.get((call.name, "out", path), (None, ""))[1] == "all_gather" for path in call.outputs)
 
     def _draws(self) -> dict[str, tuple[Draw, ...]]:
         """The random calls of each module; where calls of it or examples disagree, the layout is unknown."""

@@ -76,6 +76,8 @@ class _Job:
         except BaseException as error:
             self.failed = True
             meeting.abort(error, rank)
+            if rank == 0:
+                meeting.work_alone(False)
 
     def wait(self) -> None:
         # In slices: a signal that comes just before the wait begins does not end it.
@@ -255,6 +257,7 @@ class ThreadTeam:
     def _start(self) -> list[threading.Thread]:
         own = torch.get_num_threads()
         each = max(1, own // self.world_size)
+        self._meeting.intra_op = (each, own)
         ready: SimpleQueue[BaseException | None] = SimpleQueue()
         threads = []
         try:

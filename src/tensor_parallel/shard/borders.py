@@ -100,6 +100,9 @@ def converter(before: Placement, after: Placement, view: RankView) -> Convert | 
     return lambda tensor: second(first(tensor))
 
 
+LastExit = Callable[[Convert, Placement, RankView], Convert]
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """Where one argument is: by position, else by keyword. `lasting`: not for its gradient alone."""
@@ -226,6 +229,9 @@ class Borders:
 def _converted(boundary: Boundary, view: RankView, form: Form, *, leaving: bool) -> Convert | None:
     if form == "inside":
         return converter(boundary.before, boundary.after, view)
+    if form == "outside" and leaving and boundary.before.kind == "shard":
+        # Only rank 0's output leaves.
+        return lambda tensor: view.group.gather_first(tensor, boundary.before, view.cuts)
     if (form == "outside") == leaving:
         return converter(boundary.before, REPLICATE, view)
     return converter(REPLICATE, boundary.after, view)
@@ -272,8 +278,11 @@ def compile_borders(
     signature: inspect.Signature,
     view: RankView,
     form: Form,
+    last: LastExit | None = None,
 ) -> Borders | None:
     """The border of `module` on one rank, in one form; None where nothing happens at it.
+
+    last: for the module of the last gather, what is done there instead.
 
     Raises:
         PlanError: the plan names an argument that the forward does not take, or cuts an embedding that cannot be.
@@ -290,6 +299,8 @@ def compile_borders(
         if form == "around" and boundary.spare:
             continue  # nobody reads it but who asked for it, and wants it whole
         convert = _converted(boundary, view, form, leaving=True)
+        if convert is not None and form == "inside" and last is not None and boundary.after == REPLICATE:
+            convert = last(convert, boundary.before, view)
         if convert is not None and boundary.spare:
             convert = _unless_whole(convert, boundary.before)
         if convert is None and form == "inside":

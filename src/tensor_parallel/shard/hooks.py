@@ -83,7 +83,7 @@ def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
         with shards.showing(slot.name, _same_places(others)) as counterparts:
             return module(*args, **kwargs), counterparts
 
-    result, counterparts = shards.team.as_caller(rank, as_caller, _opaque((args, kwargs)))
+    result, counterparts = shards.team.as_caller(rank, as_caller, opaque((args, kwargs)))
     result = _own_result(result, counterparts, shards, rank)
     if rank:
         _record(module, args, kwargs, result)
@@ -128,7 +128,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
-def _opaque(value: Any) -> dict[Any, Any]:
+def opaque(value: Any) -> dict[Any, Any]:
     """What is no tensor and no plain value, by place: each rank has its own (a cache made in the forward)."""
     plain = (torch.Tensor, str, int, float, bool, type(None))
     return {path: leaf for path, leaf in leaves(value) if not isinstance(leaf, plain)}
@@ -142,7 +142,7 @@ def _same_places(found: list[dict[Any, Any]]) -> Iterator[list[Any]]:
 
 def note_outputs(outputs: list[Any], counterparts: Counterparts) -> None:
     """Remember which objects in the ranks' outputs belong together."""
-    for same in _same_places([_opaque(output) for output in outputs]):
+    for same in _same_places([opaque(output) for output in outputs]):
         counterparts.setdefault(id(same[0]), same)
 
 

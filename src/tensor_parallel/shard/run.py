@@ -14,6 +14,7 @@ from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
+from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
 from tensor_parallel.shard.values import leaves, map_leaves
 
 
@@ -40,25 +41,49 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
             outputs = _run_prepared(shards, name, inputs, spare)
     if spare:
         check_replicas(name, outputs)
-    for adapter in shards.adapters:
-        adapter.adopt(outputs, shards)
+    if outputs[-1] is not None:
+        for adapter in shards.adapters:
+            adapter.adopt(outputs, shards)
     return outputs[0] if within else to_output_device(outputs[0], shards)
 
 
 def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool) -> list[Any]:
     copies = shards.prepare()
     watch(shards, spare)
+    tail = shards.tail if name == "" and not spare and not shards.watched else None
 
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
         own_args, own_kwargs = inputs[rank]
         with shards.bound(rank, copies), handled(shards, rank):
-            return enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
+            output = enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
+        shards.team.groups[rank].release()
+        return output
 
     try:
-        return _run(shards, name, work)
+        return _run(shards, name, work) if tail is None else _run_with_tail(shards, work, tail)
     finally:
         shards.note_buffers()
+
+
+def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) -> list[Any]:
+    def until_done(rank: int) -> Any:
+        try:
+            return work(rank)
+        except Done:
+            return None
+
+    tail.start()
+    try:
+        outputs = _run(shards, "", until_done)
+    finally:
+        tail.on = False
+    for adapter in shards.adapters:
+        adapter.adopt(tail.given, shards)
+    root = shards.module(0, "")
+    follow_plain_attributes(root, shards.hidden)
+    shards.forget_buffers(root._buffers)
+    return outputs
 
 
 def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:

@@ -105,6 +105,7 @@ class ModelShards:
     watched: set[str] = field(default_factory=set)
     spare: frozenset[str] = frozenset()
     scopes: dict[int, DrawScope] = field(default_factory=dict)
+    tail: Any = None
     counterparts: Counterparts | None = None
     own_call: str | None = None
     changed: str = ""

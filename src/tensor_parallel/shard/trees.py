@@ -28,6 +28,7 @@ from tensor_parallel.shard.shards import (
     slot_of,
 )
 from tensor_parallel.shard.sizes import local_forward, local_methods, localise_sizes
+from tensor_parallel.shard.tail import Tail
 from tensor_parallel.shard.team import Team
 
 NO_PLAN = ModulePlan()
@@ -253,6 +254,10 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     """Swap every module's class and give it its slot."""
     shards.borders_by_call = [[] for _ in shards.devices]
     shards.spare = spare_modules(shards.resolved.plan.modules)
+    last = next((name for name, plan in shards.resolved.plan.modules.items() if plan.last), None)
+    if last is not None and shards.world_size > 1:
+        shards.tail = Tail(last, shards.world_size)
+    tail = shards.tail
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
     for path, child in list(module.named_modules()):
@@ -269,7 +274,10 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             slot = Slot(shards, rank, path, forwards[key])
             slot.children = {name: weakref.ref(part) for name, part in own._modules.items() if part is not None}
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
-            slot.inside = compile_borders(plan, own, signature, view, "inside")
+            last = tail.exit if tail is not None and plan.last else None
+            slot.inside = compile_borders(plan, own, signature, view, "inside", last)
+            if tail is not None and path and "." not in path:
+                slot.own_forward = tail.noting(rank, slot.own_forward)
             slot.outside = compile_borders(plan, own, signature, view, "outside")
             slot.draws = {draw.index: draw for draw in plan.draws}
             slot.around = compile_borders(plan, own, signature, view, "around")

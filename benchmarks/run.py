@@ -1,6 +1,6 @@
 """Speed of a split model against the unsplit one, alternated in one run, and what the machinery costs by itself.
 
-    python bench/run.py [--small] [--ranks 2] [--repeats 5] [--json results.json]
+    python benchmarks/run.py [--small] [--ranks 2] [--repeats 5] [--json results.json]
 
 The model is a Llama of random weights in float32: 207M parameters, or 13M with --small. The unsplit model computes
 with every core, the split one divides them among its ranks. A ratio below 1 means that the split model is faster. Only

@@ -1,0 +1,71 @@
+"""The end of a forward: what the model's own code does after its last gather (a loss, say), rank 0 does alone.
+
+The other ranks stand by. Where rank 0 calls a collective after all, on a path that the plan does not know, they go on
+with it; where it is done they leave the forward by an exception, for nobody looks at what they would return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_parallel.layout import Placement
+from tensor_parallel.shard.borders import Convert, RankView
+from tensor_parallel.shard.hooks import opaque
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Done(BaseException):
+    """A rank is not needed any more in this run. No Exception: the model's code must not catch it."""
+
+
+class Tail:
+    """Whether the run under way ends so, and the objects that modules gave on the way, by rank: the caches among them
+    belong together, and the other ranks return none."""
+
+    def __init__(self, module: str, world_size: int) -> None:
+        self.module = module
+        self.on = False
+        self.given: list[list[Any]] = [[] for _ in range(world_size)]
+
+    def start(self) -> None:
+        self.on = True
+        self.given = [[] for _ in self.given]
+
+    def exit(self, gather: Convert, placement: Placement, view: RankView) -> Convert:
+        """The last gather of `view`'s rank: `gather` where all ranks go on."""
+        group = view.group
+
+        def leave(tensor: torch.Tensor) -> torch.Tensor:
+            if not self.on:
+                return gather(tensor)
+            own = group.stand_by(group.gather_first(tensor, placement, view.cuts))
+            if own is None:
+                raise Done
+            return own
+
+        return leave
+
+    def noting(self, rank: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a child of the root, noting the objects in its output."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self.on:
+                self.given[rank].append(opaque(output))
+            return output
+
+        return noted
+
+
+def follow_plain_attributes(root: nn.Module, peers: list[nn.Module]) -> None:
+    """Numbers and words that rank 0's forward wrote into the root after the others had left."""
+    for name, value in root.__dict__.items():
+        if isinstance(value, _PLAIN):
+            for peer in peers:
+                if peer.__dict__.get(name, value) != value:
+                    peer.__dict__[name] = value
