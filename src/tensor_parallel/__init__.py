@@ -22,6 +22,7 @@ from tensor_parallel.errors import (
 )
 from tensor_parallel.factory import make_plan, tensor_parallel
 from tensor_parallel.plan import Plan
+from tensor_parallel.shard import whole_parameters
 from tensor_parallel.state import full_gradients, full_state_dict
 from tensor_parallel.verify import report, verify
 
@@ -49,6 +50,7 @@ __all__ = [
     "report",
     "tensor_parallel",
     "verify",
+    "whole_parameters",
 ]
 
 __version__ = "3.0.0.dev0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import sys
@@ -78,7 +79,17 @@ def tensor_parallel(
         check_plan(plan, module)
     resolved = resolve(plan, len(devices))
     check_splittable(module, resolved)
-    return split(module, resolved, devices, output_device, _wrapper_for(module))
+    given = tensor_parallel_config is not None
+    replan = None if given else functools.partial(_replan, len(devices), kwargs.get("example_inputs"))
+    return split(module, resolved, devices, output_device, _wrapper_for(module), replan)
+
+
+def _replan(world_size: int, example_inputs: Any, module: nn.Module) -> Plan:
+    """For a split model that was changed; where its forward cannot be traced any more, layer by layer."""
+    try:
+        return make_plan(module, world_size, example_inputs)
+    except TraceError:
+        return planner.layerwise_plan(module, world_size)
 
 
 def make_plan(

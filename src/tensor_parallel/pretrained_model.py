@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tensor_parallel.shard import Adapter
+from tensor_parallel.shard import Adapter, whole_parameters
 from tensor_parallel.shard.shards import plain_name
 from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
@@ -31,7 +31,9 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("resizing a split model's embeddings is not there yet; resize first, then split")
+        """As of the unsplit model, which it is meanwhile (see `tp.whole_parameters`); planned anew after it."""
+        with whole_parameters(self):
+            return self.resize_token_embeddings(*args, **kwargs)
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:

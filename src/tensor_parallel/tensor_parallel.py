@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tensor_parallel.errors import DeviceError
-from tensor_parallel.plan import ResolvedPlan
+from tensor_parallel.errors import DeviceError, PlanError
+from tensor_parallel.plan import Plan, ResolvedPlan, resolve
 from tensor_parallel.runtime import ThreadTeam
-from tensor_parallel.shard import Adapter, ModelShards, SplitModule, joined_copy, shards_of, split_module
+from tensor_parallel.shard import (
+    Adapter,
+    Leaves,
+    ModelShards,
+    SplitModule,
+    check_optimizers,
+    joined_copy,
+    kinds_of,
+    shards_of,
+    split_module,
+)
 
 Device = str | int | torch.device
+Replan = Callable[[nn.Module], Plan]
 
 
 class TensorParallel(SplitModule):
@@ -38,7 +51,8 @@ class TensorParallel(SplitModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         shards, fresh = shards_of(self), joined_copy(self, memo)
-        return _again(fresh, shards.resolved, shards.devices, shards.output_device, type(self).__bases__[0])
+        wrapper = type(self).__bases__[0]
+        return _again(fresh, shards.resolved, shards.devices, shards.output_device, wrapper, shards.replan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         shards = shards_of(self)
@@ -56,11 +70,37 @@ def _again(
     devices: tuple[torch.device, ...],
     output_device: torch.device,
     wrapper: type[TensorParallel],
+    replan: Replan | None = None,
 ) -> nn.Module:
     """Split a copy as its original was."""
     for device in devices:
         _check_exists(device)
-    return split(module, resolved, devices, output_device, wrapper)
+    return split(module, resolved, devices, output_device, wrapper, replan)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """How a model was split. kinds: of its modules and shapes, for which the plan was made."""
+
+    resolved: ResolvedPlan
+    devices: tuple[torch.device, ...]
+    output_device: torch.device
+    wrapper: type[TensorParallel]
+    replan: Replan | None
+    kinds: Mapping[str, Any]
+
+
+def _split_again(before: _Before, module: nn.Module, leaves: Leaves) -> None:
+    """Split a joined model: by the plan that it had, where modules and shapes are what that was made for."""
+    resolved = before.resolved
+    if kinds_of(module) != before.kinds:
+        if before.replan is None:
+            raise PlanError(
+                f"{type(module).__name__} was changed, and its plan was given by hand: split it with a plan of the "
+                "changed model (it is whole now)"
+            )
+        resolved = resolve(before.replan(module), len(before.devices))
+    split(module, resolved, before.devices, before.output_device, before.wrapper, before.replan, leaves)
 
 
 def split(
@@ -69,17 +109,26 @@ def split(
     devices: Sequence[torch.device],
     output_device: torch.device,
     wrapper: type[TensorParallel] = TensorParallel,
+    replan: Replan | None = None,
+    leaves: Leaves | None = None,
 ) -> nn.Module:
     """Split `module` in place over `devices` by a resolved plan; the module, with `wrapper` mixed into its class.
+
+    replan: makes a plan anew when modules of the split model were changed.  leaves: of an earlier split.
 
     Raises:
         PlanError, AlreadySplitError, NotImplementedError: before anything is changed.
         SplitError: cutting failed; the module is used up.
     """
+    kinds = kinds_of(module)
     make_team: Callable[[], ThreadTeam] = lambda: ThreadTeam(devices)  # noqa: E731
     shards: ModelShards = split_module(
-        module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,)
+        module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,), leaves=leaves
     )
+    shards.replan = replan
+    before = _Before(resolved, shards.devices, output_device, wrapper, replan, kinds)
+    shards.again = functools.partial(_split_again, before)
+    check_optimizers(shards)
     shards.adapters.extend(wrapper._adapters())
     return module
 

@@ -2,23 +2,29 @@
 
 from tensor_parallel.shard.joined import base_class, joined_copy
 from tensor_parallel.shard.module import SplitModule
+from tensor_parallel.shard.optimizers import check_optimizers
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
-from tensor_parallel.shard.shards import Adapter, ModelShards, shards_of
+from tensor_parallel.shard.shards import Adapter, Leaves, ModelShards, shards_of
 from tensor_parallel.shard.team import Team
 from tensor_parallel.shard.trees import check_splittable, named_tensors, split_module
+from tensor_parallel.shard.unsplit import kinds_of, whole_parameters
 
 __all__ = [
     "MARK",
     "Adapter",
+    "Leaves",
     "ModelShards",
     "Piece",
     "SplitModule",
     "SplitTensor",
     "Team",
     "base_class",
+    "check_optimizers",
     "check_splittable",
     "joined_copy",
+    "kinds_of",
     "named_tensors",
     "shards_of",
     "split_module",
+    "whole_parameters",
 ]

@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tensor_parallel.errors import DeviceError
+from tensor_parallel.errors import DeviceError, PlanError
 from tensor_parallel.shard.hooks import call_watched, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import Slot
 from tensor_parallel.shard.state_dict import load_whole, save_whole
+from tensor_parallel.shard.unsplit import whole_parameters
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -48,45 +49,38 @@ class SplitModule(nn.Module):
         return borders.leave(slot.own_forward(self, *changed, **keywords), elsewhere)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         slot = self.__dict__.get("_tp_slot")
         if slot is None or slot.rank or slot.loading or slot.rank_here() is not None:
+            super().__setattr__(name, value)
             return
-        if name in self._modules or name in self._parameters:
-            self._note_change(slot, name)
-        elif "config" in name and hasattr(value, "__dict__"):
-            for peer in slot.peers():
-                setattr(peer, name, value)
-        elif _is_plain(value) or _is_free_function(value):
-            if name == "training":
-                slot.shards.training = None
-            for peer in slot.peers():
+        _refuse_local_size(self, slot, name, value)
+        super().__setattr__(name, value)
+        # Modules and parameters are followed at the next run (see unsplit.py), buffers too (BufferWatch).
+        if name in self._modules or name in self._parameters or name in self._buffers:
+            return
+        if name == "training":
+            slot.shards.training = None
+        for peer in slot.peers():
+            if isinstance(value, torch.Tensor):
+                device = slot.shards.devices[peer.__dict__["_tp_slot"].rank]
+                setattr(peer, name, value if value.requires_grad else value.to(device, copy=True))
+            elif not callable(value) or isinstance(value, type) or _is_free_function(value):
                 setattr(peer, name, value)
 
     def __delattr__(self, name: str) -> None:
-        known = name in self._modules or name in self._parameters
-        super().__delattr__(name)
-        slot = self._tp_slot
-        if slot.rank == 0 and known and slot.rank_here() is None:
-            slot.shards.changed = f"{type(self).__name__}.{name}"
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        super().add_module(name, module)
         slot = self.__dict__.get("_tp_slot")
-        if slot is not None and slot.rank == 0 and slot.rank_here() is None:
-            self._note_change(slot, name)
+        plain = name in self.__dict__
+        super().__delattr__(name)
+        if plain and slot is not None and slot.rank == 0 and slot.rank_here() is None:
+            for peer in slot.peers():
+                if name in peer.__dict__:
+                    delattr(peer, name)
 
-    def _note_change(self, slot: Slot, name: str) -> None:
-        """Remember that what the user sees is no longer what the other ranks have; the next run refuses."""
-        shards = slot.shards
-        if name in self._parameters:
-            parameter = self._parameters[name]
-            same = parameter is None or id(parameter) in shards.key_of
-        else:
-            known = slot.children.get(name)
-            same = known is not None and known() is self._modules[name]
-        if not same:
-            shards.changed = f"{slot.name}.{name}" if slot.name else name
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As of the unsplit model: `fn` sees and writes whole tensors (see `tp.whole_parameters`)."""
+        with whole_parameters(self):
+            nn.Module.apply(self, fn)
+        return self
 
     # State
 
@@ -180,6 +174,15 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
     return False
+
+
+def _refuse_local_size(module: nn.Module, slot: Slot, name: str, value: Any) -> None:
+    sizes = module.__dict__.get("_tp_sizes", {})
+    if name in sizes and isinstance(value, int) and value != module.__dict__.get(name, value):
+        raise PlanError(
+            f"{slot.name}.{name} is {module.__dict__[name]} and each rank has its share of it; setting it to {value} "
+            "does not fit the split: change it within `with tp.whole_parameters(model):`"
+        )
 
 
 def _is_free_function(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -122,12 +122,17 @@ def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor)
 
 
 def cut_parameter(
-    parameter: nn.Parameter, plan: TensorPlan, resolved: ResolvedPlan, devices: Sequence[torch.device]
+    parameter: nn.Parameter,
+    plan: TensorPlan,
+    resolved: ResolvedPlan,
+    devices: Sequence[torch.device],
+    leaves: Mapping[int, nn.Parameter],
 ) -> tuple[SplitTensor, list[torch.Tensor]]:
     """Replace `parameter`'s data by rank 0's part, in place (where it has to be, by another leaf).
 
     Returns its pieces, and what each rank's tree holds at rest: a leaf, a stand-in where the rank holds nothing, zeros
     where only rank 0 uses the tensor. Until it returns, the memory of the whole and of all its pieces is held.
+    leaves: of the other ranks by owner, where they were there before: optimisers hold them.
     """
     world_size, cuts = resolved.world_size, resolved.cuts
     if not plan.is_cut:
@@ -147,7 +152,7 @@ def cut_parameter(
     for ranks in holders(plan.layout, cuts, world_size):
         owner = ranks[0]
         data = cut(parameter, plan.layout, cuts, owner, devices[owner])
-        own = data if owner == 0 else nn.Parameter(data, requires_grad=parameter.requires_grad)
+        own = data if owner == 0 else _leaf_for(leaves.get(owner), data, parameter.requires_grad)
         pieces.append(Piece(tuple(ranks), own))
     for rank in range(world_size):
         if holds_nothing(plan.layout.factors, cuts, rank):
@@ -161,6 +166,14 @@ def cut_parameter(
         for rank in piece.ranks:
             at_rest[rank] = piece.tensor
     return SplitTensor(plan, pieces, cuts, world_size), [t for t in at_rest if t is not None]
+
+
+def _leaf_for(known: nn.Parameter | None, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    if known is None:
+        return nn.Parameter(data, requires_grad=requires_grad)
+    known.data = data
+    known.requires_grad_(requires_grad)
+    return _leaf_of(known)
 
 
 def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -15,6 +15,7 @@ from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_ho
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
+from tensor_parallel.shard.unsplit import is_stale, split_again
 from tensor_parallel.shard.values import leaves, map_leaves
 
 
@@ -30,6 +31,10 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
             "forward keeps for later (a thread of its own, a hook on a tensor); such code can only use rank 0's modules"
         )
     shards = slot.shards
+    if not shards.team.acts_as_caller() and is_stale(shards):
+        with shards.lock:
+            split_again(shards)
+        return type(module).forward(module, *args, **kwargs)
     name = slot.name
     spare = any([adapter.asks_for_spare(module, kwargs) for adapter in shards.adapters])
     inputs = spread_inputs((args, kwargs), shards)

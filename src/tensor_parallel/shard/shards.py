@@ -16,11 +16,14 @@ from tensor_parallel.comm.draws import Drawn
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.layout import Cuts
-from tensor_parallel.plan import Draw, ResolvedPlan
+from tensor_parallel.plan import Draw, Plan, ResolvedPlan
 from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.team import Team
 
 Tensors = dict[str, torch.Tensor | None]
+Structure = tuple[tuple[int, ...], tuple[int, ...]]
+Leaves = dict[int, dict[int, nn.Parameter]]
+"""The leaves of the other ranks, by the id of rank 0's and by their owner."""
 Counterparts = dict[int, list[Any]]
 """Objects of which each rank has its own, by the id of rank 0's."""
 
@@ -98,7 +101,6 @@ class ModelShards:
     key_of: dict[int, str] = field(default_factory=dict)
     shared: list[SharedLeaf] = field(default_factory=list)
     bindings: list[list[Binding]] = field(default_factory=list)
-    held: list[tuple[Tensors, str, torch.Tensor, str]] = field(default_factory=list)
     buffers: list[BufferWatch] = field(default_factory=list)
     borders_by_call: list[list[Any]] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
@@ -108,7 +110,9 @@ class ModelShards:
     tail: Any = None
     counterparts: Counterparts | None = None
     own_call: str | None = None
-    changed: str = ""
+    structure: dict[str, Structure] = field(default_factory=dict)
+    replan: Callable[[nn.Module], Plan] | None = None
+    again: Callable[[nn.Module, Leaves], None] | None = None
     training: bool | None = None
     draws: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
@@ -159,7 +163,6 @@ class ModelShards:
 
     def prepare(self) -> list[dict[int, torch.Tensor] | None]:
         """What a run needs: parts frozen as the plain-named one is, buffers handed on, copies of the shared leaves."""
-        self._check_held()
         grad = torch.is_grad_enabled()
         if grad:
             for split in self.tensors.values():
@@ -229,15 +232,6 @@ class ModelShards:
             found = (reference() for reference in self.visible.values())
             self.training = any(module is not None and module.training for module in found)
         return self.training
-
-    def _check_held(self) -> None:
-        if self.changed:
-            raise NotImplementedError(f"{self.changed} was replaced after the split; replace it before splitting")
-        for holder, name, leaf, full in self.held:
-            if holder.get(name) is not leaf:
-                raise NotImplementedError(
-                    f"parameter {full} was replaced after the split; copy into it, or replace it before splitting"
-                )
 
     @contextmanager
     def bound(self, rank: int, copies: list[dict[int, torch.Tensor] | None]) -> Iterator[None]:
@@ -330,7 +324,6 @@ class Slot:
         "_owned",
         "_seen",
         "around",
-        "children",
         "draws",
         "inside",
         "loading",
@@ -349,7 +342,6 @@ class Slot:
         self.name = name
         self.rank_here = shards.team.rank_here
         self.own_forward = own_forward
-        self.children: dict[str, weakref.ref[nn.Module]] = {}
         self.inside: Any = None
         self.outside: Any = None
         self.around: Any = None

@@ -22,6 +22,7 @@ from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor,
 from tensor_parallel.shard.shards import (
     Binding,
     BufferWatch,
+    Leaves,
     ModelShards,
     SharedLeaf,
     Slot,
@@ -30,6 +31,7 @@ from tensor_parallel.shard.shards import (
 from tensor_parallel.shard.sizes import local_forward, local_methods, localise_sizes
 from tensor_parallel.shard.tail import Tail
 from tensor_parallel.shard.team import Team
+from tensor_parallel.shard.unsplit import structure_of
 
 NO_PLAN = ModulePlan()
 
@@ -98,11 +100,12 @@ def split_module(
     *,
     output_device: torch.device | None = None,
     mixins: tuple[type, ...] = (SplitModule,),
+    leaves: Leaves | None = None,
 ) -> ModelShards:
     """Split `module` over `devices`, in place: it becomes rank 0's tree.
 
     Everything is checked and copied that can be before the first parameter is cut. `mixins` are the first bases of the
-    root's new class.
+    root's new class. leaves: of the other ranks, to be used again.
 
     Raises:
         SplitError: cutting failed; the module is used up and its parameters are freed.
@@ -114,7 +117,7 @@ def split_module(
     shards.peers = [{}, *(dict(tree.named_modules()) for tree in hidden)]
     team = shards.team
     try:
-        return _apply_plan(module, plans, shards, mixins)
+        return _apply_plan(module, plans, shards, mixins, leaves or {})
     except Exception as error:
         del hidden, shards
         for parameter in module.parameters():
@@ -129,9 +132,13 @@ def split_module(
 
 
 def _apply_plan(
-    module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards, mixins: tuple[type, ...]
+    module: nn.Module,
+    plans: Mapping[int, TensorPlan],
+    shards: ModelShards,
+    mixins: tuple[type, ...],
+    leaves: Leaves,
 ) -> ModelShards:
-    _cut_all(module, plans, shards)
+    _cut_all(module, plans, shards, leaves)
     _install(module, shards, mixins)
     return shards
 
@@ -164,7 +171,7 @@ def _drop_hooks(module: nn.Module) -> None:
                 del holder[key]
 
 
-def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards) -> None:
+def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelShards, leaves: Leaves) -> None:
     """Cut the parameters one by one, and give each rank's tree what it holds."""
     names: dict[int, list[tuple[str, str]]] = {}
     modules = dict(module.named_modules())
@@ -174,7 +181,7 @@ def _cut_all(module: nn.Module, plans: Mapping[int, TensorPlan], shards: ModelSh
                 names.setdefault(id(parameter), []).append((path, name))
     for parameter in list(module.parameters()):
         plan = plans[id(parameter)]
-        split, at_rest = cut_parameter(parameter, plan, shards.resolved, shards.devices)
+        split, at_rest = cut_parameter(parameter, plan, shards.resolved, shards.devices, leaves.get(id(parameter), {}))
         shards.tensors[plan.names[0]] = split
         shards.key_of[id(split.pieces[0].tensor)] = plan.names[0]
         for rank in range(shards.world_size):
@@ -272,7 +279,6 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])
-            slot.children = {name: weakref.ref(part) for name, part in own._modules.items() if part is not None}
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             last = tail.exit if tail is not None and plan.last else None
             slot.inside = compile_borders(plan, own, signature, view, "inside", last)
@@ -286,11 +292,8 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             own.__class__ = classes[key]
             own.__dict__["_tp_slot"] = slot
             localise_sizes(own, classes[key], plan, rank, shards)
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                full = f"{path}.{name}" if path else name
-                shards.held.append((child._parameters, name, parameter, full))
         _register_parts(child, shards)
+        shards.structure[path] = structure_of(child)
 
 
 def _signature(base: type[nn.Module]) -> inspect.Signature:

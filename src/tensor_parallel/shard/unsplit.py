@@ -1,0 +1,117 @@
+"""A split model made ordinary again, in place: for changes that need whole tensors or a plan made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_parallel.errors import TensorParallelError
+from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.pieces import MARK
+from tensor_parallel.shard.shards import Leaves, ModelShards, Structure, slot_of
+
+
+def structure_of(module: nn.Module) -> Structure:
+    """(children, parameters) of one module, by identity."""
+    return tuple(map(id, module._modules.values())), tuple(map(id, module._parameters.values()))
+
+
+def kinds_of(root: nn.Module) -> dict[str, Any]:
+    """What a plan was made for: by name the class of every module, and of every parameter the shape and what it is tied
+    to."""
+    kinds: dict[str, Any] = {f"{name}()": base_class(module) for name, module in root.named_modules()}
+    first: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        kinds[name] = tuple(parameter.shape), first.setdefault(id(parameter), name)
+    return kinds
+
+
+def is_stale(shards: ModelShards) -> bool:
+    """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth."""
+    for name, known in shards.structure.items():
+        module = shards.visible[name]()
+        if module is None or structure_of(module) != known:
+            return True
+    return False
+
+
+def join_in_place(shards: ModelShards) -> Leaves:
+    """Give every visible module its own class and whole parameters back, each the same object as before, on the CPU
+    where the parts lie on several devices; the ranks end. Returns the other ranks' leaves, to be used again."""
+    leaves: Leaves = {}
+    modules = [module for reference in shards.visible.values() if (module := reference()) is not None]
+    with torch.no_grad():
+        for split in shards.tensors.values():
+            first, *others = (piece.tensor for piece in split.pieces)
+            leaves[id(first)] = {piece.ranks[0]: piece.tensor for piece in split.pieces[1:]}  # type: ignore[misc]
+            if split.is_cut and not split.plan.is_buffer:
+                gradient = split.whole_gradient()
+                first.grad = None
+                first.data = split.whole()
+                first.grad = gradient
+            for other in others:
+                other.data, other.grad = other.data.new_empty(0), None
+    for module in modules:
+        _make_ordinary(module, shards)
+    shards.team.close()
+    return leaves
+
+
+def _make_ordinary(module: nn.Module, shards: ModelShards) -> None:
+    for name in [name for name in module._parameters if MARK in name]:
+        del module._parameters[name]
+    for name, buffer in module._buffers.items():
+        key = shards.key_of.get(id(buffer))
+        if buffer is not None and key is not None and shards.tensors[key].is_cut:
+            module._buffers[name] = shards.tensors[key].whole()
+    module.__class__ = base_class(module)
+    for name in [name for name in module.__dict__ if name.startswith("_tp_")]:
+        del module.__dict__[name]
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
+
+
+def split_again(shards: ModelShards) -> None:
+    """Follow what was changed: the model is joined and split again, by the same plan where it still fits.
+
+    Raises:
+        TensorParallelError: the model's root was deleted.
+    """
+    root = shards.visible[""]()
+    if root is None or shards.again is None:
+        raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
+    again = shards.again
+    again(root, join_in_place(shards))
+
+
+@contextmanager
+def whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Within it the model that `model` belongs to is the ordinary, unsplit one: its own classes, whole parameters and
+    gradients, each parameter the same object as before, so that whatever reads, writes or exchanges weights and modules
+    may be done. At its end, also after an error, the model is split again: by the same plan, or by one made anew where
+    modules or shapes have changed. It takes the memory of the whole model, in the host where there are several devices.
+    A model that is not split is left as it is.
+
+    Raises:
+        TensorParallelError: a rank runs in this thread.
+    """
+    slot = slot_of(model)
+    if slot is None:
+        yield
+        return
+    if slot.rank_here() is not None or slot.rank or slot.shards.team.acts_as_caller():
+        raise TensorParallelError("whole_parameters within a forward of the model: the ranks are using their parts")
+    shards = slot.shards
+    root = shards.visible[""]()
+    if root is None or shards.again is None:
+        raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
+    with shards.lock:
+        again, leaves = shards.again, join_in_place(shards)
+    try:
+        yield
+    finally:
+        again(root, leaves)
