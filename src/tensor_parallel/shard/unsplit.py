@@ -32,9 +32,13 @@ def kinds_of(root: nn.Module) -> dict[str, Any]:
 
 def is_stale(shards: ModelShards) -> bool:
     """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth."""
+    gone = shards.visible[""]() is None
     for name, known in shards.structure.items():
         module = shards.visible[name]()
-        if module is None or structure_of(module) != known:
+        if module is None:
+            if not gone:  # where the model is gone, what is left of it runs on as it was
+                return True
+        elif structure_of(module) != known:
             return True
     return False
 
