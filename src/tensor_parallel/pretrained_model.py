@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from tensor_parallel.shard import Adapter, whole_parameters
+from tensor_parallel.shard import Adapter, shards_of, whole_parameters
 from tensor_parallel.shard.shards import plain_name
 from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
@@ -18,6 +18,16 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
 
     `generate` runs its one loop in the caller's thread; only forwards go to the ranks.
     """
+
+    @property
+    def hf_device_map(self) -> dict[str, str]:
+        """Where the ranks are, an entry a rank. Trainer reads from several entries that the model looks after its devices
+        itself: it moves it nowhere and, with several visible GPUs, does not put it into DataParallel. "cpu" alone would
+        mean offloaded weights to it, so CPUs are numbered."""
+        devices = shards_of(self).devices
+        if len(devices) == 1:
+            raise AttributeError("hf_device_map")
+        return {f"rank {rank}": f"{device.type}:{rank}" for rank, device in enumerate(devices)}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As for the unsplit model: every part counts with its parameter."""
