@@ -21,13 +21,21 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
 
     @property
     def hf_device_map(self) -> dict[str, str]:
-        """Where the ranks are, an entry a rank. Trainer reads from several entries that the model looks after its devices
-        itself: it moves it nowhere and, with several visible GPUs, does not put it into DataParallel. "cpu" alone would
-        mean offloaded weights to it, so CPUs are numbered."""
+        """Where the ranks are, an entry a rank. Trainer reads from several entries that the model looks after its
+        devices itself: it moves it nowhere and, with several visible GPUs, does not put it into DataParallel. "cpu"
+        alone would mean offloaded weights to it, so CPUs are numbered."""
         devices = shards_of(self).devices
-        if len(devices) == 1:
+        if len(devices) == 1 or "_tp_hides_device_map" in self.__dict__:
             raise AttributeError("hf_device_map")
         return {f"rank {rank}": f"{device.type}:{rank}" for rank, device in enumerate(devices)}
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the unsplit model: by a device map it would patch the encoder's forward, to move what it returns."""
+        self.__dict__["_tp_hides_device_map"] = True
+        try:
+            return super()._prepare_text_encoder_decoder_kwargs_for_generation(*args, **kwargs)
+        finally:
+            self.__dict__.pop("_tp_hides_device_map", None)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As for the unsplit model: every part counts with its parameter."""

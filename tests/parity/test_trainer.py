@@ -102,14 +102,10 @@ def test_saves_and_resumes(tmp_path):
     trained(reference, tmp_path / "a")
     settings = {"save_strategy": "steps", "save_steps": 2}
     first = copy.deepcopy(split)
-    trainer = transformers.Trainer(
-        model=split, args=arguments_with(tmp_path / "b", **settings), train_dataset=Rows()
-    )
+    trainer = transformers.Trainer(model=split, args=arguments_with(tmp_path / "b", **settings), train_dataset=Rows())
     trainer.train()
     assert_states_equal(split, reference, 1e-8)
-    again = transformers.Trainer(
-        model=first, args=arguments_with(tmp_path / "b", **settings), train_dataset=Rows()
-    )
+    again = transformers.Trainer(model=first, args=arguments_with(tmp_path / "b", **settings), train_dataset=Rows())
     again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
     assert_states_equal(first, reference, 1e-8)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-3", dtype=torch.float64)
