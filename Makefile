@@ -1,7 +1,7 @@
 # make demo    split SmolLM2-135M over N CPU devices and prove it       N=2  Q="your question"
 # make test    the tests                                                ARGS="tests/layout -k uneven"
 # make check   ruff, mypy, import contracts
-# make bench   speed against the unsplit model                          ARGS="--small"
+# make bench   speed against the unsplit model                          ARGS="--models tiny --rounds 3"
 #
 # Each makes the virtual environment VENV with the interpreter PYTHON first, where there is none yet. An environment that
 # has a torch keeps it: bring your own by VENV=path/to/environment, or by a PYTHON that can import torch.
