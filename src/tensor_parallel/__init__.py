@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 # The package, a submodule and the function share a name: the submodule is imported first, the function bound after it.
@@ -52,6 +53,8 @@ __all__ = [
     "verify",
     "whole_parameters",
 ]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
 __version__ = "3.0.0.dev0"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -17,6 +19,7 @@ from tensor_parallel import planner
 from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError, TraceError
 from tensor_parallel.plan import Plan, resolve
 from tensor_parallel.plan.check import check_plan
+from tensor_parallel.plan.table import bytes_text
 from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
@@ -73,15 +76,40 @@ def tensor_parallel(
     _check_module(module)
     plan = tensor_parallel_config
     if plan is None:
+        start = time.perf_counter()
         plan = make_plan(module, len(devices), kwargs.get("example_inputs"))
+        _log_plan(plan, type(module).__name__, time.perf_counter() - start)
         gc.collect()  # what planning leaves in cycles refers to the module: `del model` must free it at once
     else:
         check_plan(plan, module)
     resolved = resolve(plan, len(devices))
     check_splittable(module, resolved)
+    if len(devices) == 1:
+        logging.getLogger(__name__).info("one device, %s: the model runs there whole", devices[0])
     given = tensor_parallel_config is not None
     replan = None if given else functools.partial(_replan, len(devices), kwargs.get("example_inputs"))
     return split(module, resolved, devices, output_device, _wrapper_for(module), replan)
+
+
+def _log_plan(plan: Plan, name: str, seconds: float) -> None:
+    """INFO: what was planned; DEBUG: why each tensor stays whole."""
+    log = logging.getLogger(__name__)
+    if not log.isEnabledFor(logging.INFO):
+        return
+    parameters = [tensor for tensor in plan.tensors.values() if not tensor.is_buffer]
+    total, cut = sum(t.nbytes for t in parameters), sum(t.nbytes for t in parameters if t.is_cut)
+    met = {op: sum(t.calls for t in plan.traffic if t.op == op) for op in ("all_reduce", "all_gather")}
+    log.info(
+        "planned %s in %.2f s for %d ranks from %s: %.0f%% of %s of parameters split, by %d factors; one forward has "
+        "%d all-reduces and %d all-gathers",
+        *(name, seconds, plan.world_size, "; ".join(plan.paths) or "its layers one by one"),
+        *(100 * cut / max(total, 1), bytes_text(total), len(plan.factors), met["all_reduce"], met["all_gather"]),
+    )
+    for tensor in plan.tensors.values():
+        if not tensor.is_cut:
+            log.debug(
+                "%s stays whole (%s): %s", tensor.names[0], bytes_text(tensor.nbytes), tensor.reason or "a buffer"
+            )
 
 
 def _replan(world_size: int, example_inputs: Any, module: nn.Module) -> Plan:

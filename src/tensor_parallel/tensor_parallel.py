@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +122,7 @@ def split(
         PlanError, AlreadySplitError, NotImplementedError: before anything is changed.
         SplitError: cutting failed; the module is used up.
     """
-    kinds = kinds_of(module)
+    kinds, start = kinds_of(module), time.perf_counter()
     make_team: Callable[[], ThreadTeam] = lambda: ThreadTeam(devices)  # noqa: E731
     shards: ModelShards = split_module(
         module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,), leaves=leaves
@@ -129,6 +131,10 @@ def split(
     before = _Before(resolved, shards.devices, output_device, wrapper, replan, kinds)
     shards.again = functools.partial(_split_again, before)
     check_optimizers(shards)
+    logging.getLogger(__name__).info(
+        "split %s over %s in %.2f s",
+        *(type(module).__name__, ", ".join(map(str, shards.devices)), time.perf_counter() - start),
+    )
     shards.adapters.extend(wrapper._adapters())
     return module
 

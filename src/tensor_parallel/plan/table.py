@@ -230,29 +230,43 @@ def _module_sentences(name: str, module: ModulePlan, plan: Plan) -> list[str]:
     return [f"{name or 'The model'}: {sentence}" for sentence in sentences]
 
 
+def _full_name(plan: Plan, name: str, tensors: Iterable[str]) -> str:
+    """The name that `name` is, or is the end of."""
+    known = {""}
+    for full in (*tensors, *plan.modules):
+        parts = full.split(".")
+        known.update(".".join(parts[:stop]) for stop in range(1, len(parts) + 1))
+    if name in known:
+        return name
+    ends = sorted(full for full in known if full.endswith(f".{name}"))
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        raise PlanError(f"{name!r} is the end of {len(ends)} names, {', '.join(ends[:4])}...; give more of it")
+    close = get_close_matches(name, known, 1)
+    raise PlanError(
+        f"the plan knows no module or tensor {name!r}{f' (nearest: {close[0]!r})' if close else ''}; give a dotted "
+        f"name as named_modules() or named_parameters() show it"
+    )
+
+
 def explain(plan: Plan, name: str, world_size: int | None = None) -> str:
     """What the plan does with one module (its inner modules included) or one tensor, one sentence a line: how each
     tensor is cut, what is reduced or gathered at the borders, which integers become local, and why something is whole.
 
     Args:
-        name: dotted name of a module or tensor, "" for the model.
+        name: dotted name of a module or tensor, "" for the model; its end is enough where that is unique.
         world_size: the number of ranks whose shares are named; default: the one that the plan was made for.
 
     Raises:
         PlanError: the plan knows no such name.
     """
     world_size = plan.world_size if world_size is None else world_size
-    inside = f"{name}." if name else ""
     by_name = {n: key for key, tensor in plan.tensors.items() for n in tensor.names}
+    name = _full_name(plan, name, by_name)
+    inside = f"{name}." if name else ""
     found = [n for n in by_name if n == name or n.startswith(inside)]
     modules = [n for n in plan.modules if n == name or n.startswith(inside)]
-    if not found and not modules:
-        known = {*by_name, *plan.modules, *(n.rpartition(".")[0] for n in by_name)}
-        close = get_close_matches(name, known, 1)
-        raise PlanError(
-            f"the plan knows no module or tensor {name!r}{f' (nearest: {close[0]!r})' if close else ''}; give a dotted "
-            f"name as named_modules() or named_parameters() show it"
-        )
     sentences = [s for n in found for s in _tensor_sentences(by_name[n], n, plan)]
     cuts = resolve(plan, world_size).cuts
     factors = dict.fromkeys(f for n in found for f in plan.tensors[by_name[n]].layout.factors)

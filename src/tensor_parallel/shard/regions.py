@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointError
 
 from tensor_parallel.checkpoint_entry import handled_by
+from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.shards import ModelShards
 
 Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -144,7 +145,12 @@ class Region:
                         bound.enter_context(shards.bound(rank, copies))
                     return self._again(rank, arguments[rank])
 
-            found = shards.team.run(work, joint_random=shards.draw_layout)
+            try:
+                found = shards.team.run(work, joint_random=shards.draw_layout)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    explain_out_of_memory(error, shards)
+                raise
         for rank, tensors in enumerate(found):
             self._parts[rank].found = tensors
 

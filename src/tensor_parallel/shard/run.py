@@ -12,6 +12,7 @@ from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_hooks, watch
+from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
@@ -67,6 +68,10 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
 
     try:
         return _run(shards, name, work) if tail is None else _run_with_tail(shards, work, tail)
+    except Exception as error:
+        if is_out_of_memory(error):
+            explain_out_of_memory(error, shards)
+        raise
     finally:
         shards.note_buffers()
 

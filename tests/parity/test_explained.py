@@ -1,0 +1,87 @@
+"""What the library says of itself: its log, names in Plan.explain, and who runs out of memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import build
+from torch import nn
+
+import tensor_parallel as tp
+from tensor_parallel.testing import Mlp, noisy
+
+
+def test_the_log_says_what_was_planned_and_why(caplog):
+    with caplog.at_level(logging.DEBUG, logger="tensor_parallel"):
+        tp.tensor_parallel(build("llama"), ["cpu"] * 2)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    (planned,) = [text for text in said if text.startswith("planned LlamaForCausalLM")]
+    assert "5 all-reduces and 1 all-gathers" in planned
+    assert "2 ranks" in planned
+    assert any(text.startswith("split LlamaForCausalLM over cpu, cpu") for text in said)
+    assert any("norm.weight stays whole" in record.getMessage() for record in caplog.records)
+
+
+def test_nothing_is_printed_by_default():
+    code = (
+        "import torch, tensor_parallel as tp\n"
+        "m = tp.tensor_parallel(torch.nn.Linear(4, 4), ['cpu'] * 2, example_inputs=(torch.ones(1, 4),))\n"
+        "m(torch.ones(1, 4))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_explain_takes_the_end_of_a_name():
+    plan = tp.make_plan(build("llama"), 2)
+    full = plan.explain("model.layers.0.mlp.down_proj")
+    assert plan.explain("layers.0.mlp.down_proj") == full
+    assert "1 all-reduce" in full
+    assert "norm" in plan.explain("layers.0")
+    with pytest.raises(tp.PlanError, match="end of 2 names"):
+        plan.explain("mlp.down_proj")
+    with pytest.raises(tp.PlanError, match=r"nearest: 'model\.layers\.0\.mlp\.down_proj'"):
+        plan.explain("model.layers.0.mlp.down_prj")
+
+
+class Hungry(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        x = self.down(torch.relu(self.up(x)))
+        if self.training and self.how == "allocator":
+            torch.empty(2**60)
+        if self.training and self.how == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x
+
+
+@pytest.mark.parametrize("how", ["allocator", "gpu"])
+def test_out_of_memory_names_the_devices_and_what_they_held(how):
+    x = torch.ones(2, 6)
+    split = tp.tensor_parallel(Hungry(how).eval(), ["cpu"] * 2, example_inputs=(x,))
+    split(x).sum().backward()
+    split.train()
+    with pytest.raises(torch.OutOfMemoryError if how == "gpu" else RuntimeError) as caught:
+        split(x)
+    notes = "\n".join(caught.value.__notes__)
+    assert "rank 0 on cpu: parameters" in notes
+    assert "rank 1 on cpu: parameters" in notes
+    assert "gradients" in notes
+    assert "activation_checkpointing_enable" in notes
+    assert split.eval()(x).shape == (2, 6)
+
+
+def test_other_errors_get_no_such_note():
+    reference = noisy(Mlp())
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2, example_inputs=reference.inputs())
+    with pytest.raises(RuntimeError) as caught:
+        split(torch.ones(2, 5))
+    assert not any("out of memory" in note for note in caught.value.__notes__)
