@@ -271,7 +271,11 @@ def test_attentions_that_no_module_gives_unless_asked_are_refused_with_the_cure(
 def test_planning_leaves_no_hooks_behind():
     model = build("llama", attn_implementation="eager")
     ids, _ = padded()
+    seen = []
+    handle = model.model.layers[0].register_forward_hook(lambda *args: seen.append(args))
     tp.make_plan(model, 2, {"input_ids": ids, "output_attentions": True})
+    assert not seen, "the user's hook ran while planning"
+    handle.remove()
     assert not [name for name, module in model.named_modules() if module._forward_hooks]
 
 

@@ -22,18 +22,23 @@ _HOOKS = (
 
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Whatever a forward changes is put back: buffers, hooks that it registers, and the random states."""
+    """Whatever a forward changes is put back: buffers, hooks that it registers, and the random states. The user's hooks
+    do not run: they are none of the model's work, and would see example inputs."""
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     named = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     hooks = [(holder, dict(holder)) for part in module.modules() for holder in _hooks(part)]
+    for holder, known in hooks:
+        for key, hook in known.items():
+            if callable(hook) and not type(hook).__module__.startswith("torch.nn.utils."):
+                del holder[key]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         for holder, known in hooks:
-            for key in [key for key in holder if key not in known]:
-                del holder[key]
+            holder.clear()
+            holder.update(known)
         for found, before in named:
             if any(found.get(name) is not buffer for name, buffer in before.items()):
                 found.update(before)

@@ -76,6 +76,12 @@ class SplitModule(nn.Module):
                 if name in peer.__dict__:
                     delattr(peer, name)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        slot = self.__dict__.get("_tp_slot")
+        if slot is not None and slot.rank == 0 and param is not None:
+            slot.shards.assigned.add(id(param))
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """As of the unsplit model: `fn` sees and writes whole tensors (see `tp.whole_parameters`)."""
         with whole_parameters(self):
@@ -145,7 +151,12 @@ class SplitModule(nn.Module):
             )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("compile() of a split model is not there yet")
+        where = self._tp_slot.name or type(self).__name__
+        raise NotImplementedError(f"compile() of {where}, in a model that is split over threads, is not there yet")
+
+    def __prepare_scriptable__(self) -> Self:
+        where = self._tp_slot.name or type(self).__name__
+        raise NotImplementedError(f"torch.jit.script of {where}, which is split over threads; script the unsplit model")
 
     # Copies
 

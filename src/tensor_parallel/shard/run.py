@@ -16,6 +16,7 @@ from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
+from tensor_parallel.shard.transforms import refuse_proxy, refuse_transforms
 from tensor_parallel.shard.unsplit import is_stale, split_again
 from tensor_parallel.shard.values import leaves, map_leaves
 
@@ -32,6 +33,7 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
             "forward keeps for later (a thread of its own, a hook on a tensor); such code can only use rank 0's modules"
         )
     shards = slot.shards
+    refuse_transforms(slot.name)
     if not shards.team.acts_as_caller() and is_stale(shards):
         with shards.lock:
             split_again(shards)
@@ -159,6 +161,7 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
         elif known is not None and id(leaf) in known:
             own[id(leaf)] = known[id(leaf)]
         elif not isinstance(leaf, (str, int, float, bool, type(None))):
+            refuse_proxy(leaf)
             for adapter in shards.adapters:
                 found = adapter.localise(leaf, shards)
                 if found is not None:

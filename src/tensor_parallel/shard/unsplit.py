@@ -43,6 +43,20 @@ def is_stale(shards: ModelShards) -> bool:
     return False
 
 
+def _refuse_exchanged(shards: ModelShards) -> None:
+    """Raise where parameters were put in place past the modules: they may be somebody else's, for one call."""
+    known = {parameter for _, parameters in shards.structure.values() for parameter in parameters} | shards.assigned
+    for name, reference in shards.visible.items():
+        module = reference()
+        for own, parameter in module._parameters.items() if module is not None else ():
+            if parameter is not None and id(parameter) not in known:
+                raise NotImplementedError(
+                    f"parameter {own!r} of {name or 'the model'} was exchanged for the time of a call, as "
+                    "torch.func.functional_call does: a split model cannot run with whole tensors in place of its "
+                    "parts; assign parameters (module.weight = ...), or use the unsplit model"
+                )
+
+
 def join_in_place(shards: ModelShards) -> Leaves:
     """Give every visible module its own class and whole parameters back, each the same object as before, on the CPU
     where the parts lie on several devices; the ranks end. Returns the other ranks' leaves, to be used again."""
@@ -88,6 +102,7 @@ def split_again(shards: ModelShards) -> None:
     root = shards.visible[""]()
     if root is None or shards.again is None:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
+    _refuse_exchanged(shards)
     again = shards.again
     again(root, join_in_place(shards))
 
