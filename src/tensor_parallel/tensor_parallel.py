@@ -90,6 +90,7 @@ class _Before:
     wrapper: type[TensorParallel]
     replan: Replan | None
     kinds: Mapping[str, Any]
+    lock: Any
 
 
 def _split_again(before: _Before, module: nn.Module, leaves: Leaves) -> None:
@@ -102,7 +103,8 @@ def _split_again(before: _Before, module: nn.Module, leaves: Leaves) -> None:
                 "changed model (it is whole now)"
             )
         resolved = resolve(before.replan(module), len(before.devices))
-    split(module, resolved, before.devices, before.output_device, before.wrapper, before.replan, leaves)
+    how = resolved, before.devices, before.output_device, before.wrapper
+    split(module, *how, before.replan, leaves, before.lock)
 
 
 def split(
@@ -113,10 +115,12 @@ def split(
     wrapper: type[TensorParallel] = TensorParallel,
     replan: Replan | None = None,
     leaves: Leaves | None = None,
+    lock: Any = None,
 ) -> nn.Module:
     """Split `module` in place over `devices` by a resolved plan; the module, with `wrapper` mixed into its class.
 
     replan: makes a plan anew when modules of the split model were changed.  leaves: of an earlier split.
+    lock: of an earlier split: who waits for the model's turn waits for this one too.
 
     Raises:
         PlanError, AlreadySplitError, NotImplementedError: before anything is changed.
@@ -127,8 +131,8 @@ def split(
     shards: ModelShards = split_module(
         module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,), leaves=leaves
     )
-    shards.replan = replan
-    before = _Before(resolved, shards.devices, output_device, wrapper, replan, kinds)
+    shards.replan, shards.lock = replan, lock or shards.lock
+    before = _Before(resolved, shards.devices, output_device, wrapper, replan, kinds, shards.lock)
     shards.again = functools.partial(_split_again, before)
     check_optimizers(shards)
     logging.getLogger(__name__).info(

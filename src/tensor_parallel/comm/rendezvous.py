@@ -44,6 +44,8 @@ class Rendezvous:
         self.intra_op = (1, 1)
         """Threads of torch's own for a rank: while all work, and for one that works alone."""
         self._alone = False
+        self.changed_threads = False
+        """Whether a rank changed its number since it was set to False: torch takes it for new threads too."""
         self._guard = threading.Lock()
         self._children: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
         self._order = 0
@@ -63,6 +65,7 @@ class Rendezvous:
         if alone != self._alone and all_cores > together:
             torch.set_num_threads(all_cores if alone else together)
             self._alone = alone
+            self.changed_threads = True
 
     def reset(self) -> None:
         """Forget an error and everything that was under way; only while no rank is in here."""

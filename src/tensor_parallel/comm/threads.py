@@ -56,6 +56,12 @@ class _Meeting(Rendezvous):
         return [_Unfilled(total, present) for total in sums if total is not None]
 
     def join(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[torch.Tensor]:
+        plan, parts = self._parts(values)
+        return gather_to_ranks(parts, plan, self._everyone, self.is_rank)  # type: ignore[return-value]
+
+    def _parts(
+        self, values: list[tuple[torch.Tensor, Placement, Cuts]]
+    ) -> tuple[GatherPlan, list[torch.Tensor | None]]:
         tensors = [value[0] for value in values]
         _, placement, cuts = values[0]
         if any(value[1] is not placement and value[1] != placement for value in values):
@@ -64,7 +70,7 @@ class _Meeting(Rendezvous):
         parts = [tensor if gives else None for tensor, gives in zip(tensors, plan.givers, strict=True)]
         if len({part.dtype for part in parts if part is not None}) > 1:
             raise CollectiveError(f"all_gather of different dtypes: {_each(parts)}; all must have one dtype")
-        return gather_to_ranks(parts, plan, self._everyone, self.is_rank)  # type: ignore[return-value]
+        return plan, parts
 
     def _plan(self, placement: Placement, cuts: Cuts, shapes: tuple[torch.Size, ...]) -> GatherPlan:
         key = (id(placement), id(cuts), shapes)
@@ -78,15 +84,8 @@ class _Meeting(Rendezvous):
 
     def join_first(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[Any]:
         """For rank 0 the whole; large ones are left for each rank to copy its part into, (whole, plan)."""
-        tensors = [value[0] for value in values]
-        _, placement, cuts = values[0]
-        if any(value[1] is not placement and value[1] != placement for value in values):
-            raise CollectiveError(f"all_gather with different placements: {[value[1] for value in values]}")
-        plan = self._plan(placement, cuts, tuple(tensor.shape for tensor in tensors))
-        parts = [tensor if gives else None for tensor, gives in zip(tensors, plan.givers, strict=True)]
-        if len({part.dtype for part in parts if part is not None}) > 1:
-            raise CollectiveError(f"all_gather of different dtypes: {_each(parts)}; all must have one dtype")
-        nbytes = prod(plan.shape) * tensors[0].element_size()
+        plan, parts = self._parts(values)
+        nbytes = prod(plan.shape) * values[0][0].element_size()
         in_parts = nbytes >= _LARGE and len(set(self.devices)) == 1
         first = [True] + [False] * (self.size - 1)
         whole = gather_to_ranks(parts, plan, first, self.is_rank, filled=not in_parts)[0]

@@ -37,9 +37,10 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """The user's code is done; `result` is what it returned."""
+    """The user's code is done; `result` is what it returned, `error` what it raised."""
 
     result: Any
+    error: Exception | None = None
 
 
 class NestedRuns:
@@ -79,6 +80,10 @@ class NestedRuns:
         self._thread, self._hooks, self._context = thread, _saving(), contextvars.copy_context()
         try:
             result = work(values)
+        except Exception as error:
+            if meeting.error is None:  # the model's code may catch it: on every rank, then
+                meeting.meet(0, "user code", _first, _Over(None, error), ordered=False)
+            raise
         finally:
             self._thread, self._hooks, self._context = outer
             meeting.threads[thread] = 0
@@ -111,6 +116,8 @@ class NestedRuns:
         while True:
             message = meeting.meet(rank, "user code", _first, None, ordered=False, patient=True)
             if isinstance(message, _Over):
+                if message.error is not None:
+                    raise message.error
                 return message.result
             result = contextvars.copy_context().run(message.serve, rank, device)
             meeting.meet(rank, "results", _everyones, result, ordered=False)

@@ -203,6 +203,7 @@ class ThreadTeam:
         if self._unfinished is not None:
             self._unfinished.wait()
             self._settle(self._unfinished)
+        self._meeting.intra_op = (self._each, torch.get_num_threads())
         job = _Job(work, state, self._meeting, self._first_order(state))
         self._unfinished = job
         try:
@@ -232,6 +233,9 @@ class ThreadTeam:
             align_backward_order(job.last_order)
         job.clear()
         forget_casts()
+        if self._meeting.changed_threads:
+            self._meeting.changed_threads = False
+            torch.set_num_threads(self._meeting.intra_op[1])
         if self._meeting.error is not None:
             self._meeting.reset()
         self._unfinished = None
@@ -257,7 +261,7 @@ class ThreadTeam:
     def _start(self) -> list[threading.Thread]:
         own = torch.get_num_threads()
         each = max(1, own // self.world_size)
-        self._meeting.intra_op = (each, own)
+        self._each = each
         ready: SimpleQueue[BaseException | None] = SimpleQueue()
         threads = []
         try:

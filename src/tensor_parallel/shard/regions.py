@@ -111,8 +111,15 @@ class Region:
             part.facts.append(_facts(tensor))
             return _Place(self, rank, len(part.facts) - 1)
 
+        tail = self._shards.tail
         with torch.autograd.graph.saved_tensors_hooks(keep, _take):
-            yield
+            if tail is not None:
+                tail.in_regions[rank] += 1
+            try:
+                yield
+            finally:
+                if tail is not None:
+                    tail.in_regions[rank] -= 1
 
     def take(self, rank: int, index: int) -> torch.Tensor:
         """The saved tensor at a place; given once in one backward, so that memory is freed as backward goes.
@@ -120,6 +127,11 @@ class Region:
         Raises:
             CheckpointError: the recomputation saves other tensors than the forward did.
         """
+        if self._shards.team.rank_here() is not None:
+            raise NotImplementedError(
+                "a gradient was taken inside a rank (torch.autograd.grad or backward in the model's own forward) "
+                "through a checkpoint, which all ranks recompute together; take it outside, or do not checkpoint there"
+            )
         task = torch._C._current_graph_task_id()
         with self._lock:
             if task < 0 or task != self._backward or index not in self._parts[rank].found:

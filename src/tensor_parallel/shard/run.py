@@ -17,7 +17,7 @@ from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
 from tensor_parallel.shard.transforms import refuse_proxy, refuse_transforms
-from tensor_parallel.shard.unsplit import is_stale, split_again
+from tensor_parallel.shard.unsplit import follow_changes
 from tensor_parallel.shard.values import leaves, map_leaves
 
 
@@ -34,19 +34,18 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
         )
     shards = slot.shards
     refuse_transforms(slot.name)
-    if not shards.team.acts_as_caller() and is_stale(shards):
-        with shards.lock:
-            split_again(shards)
-        return type(module).forward(module, *args, **kwargs)
     name = slot.name
     spare = any([adapter.asks_for_spare(module, kwargs) for adapter in shards.adapters])
-    inputs = spread_inputs((args, kwargs), shards)
     within = shards.team.acts_as_caller()
     if within:
-        outputs = _run_within(shards, name, inputs)
+        outputs = _run_within(shards, name, spread_inputs((args, kwargs), shards))
     else:
         with shards.lock:
-            outputs = _run_prepared(shards, name, inputs, spare)
+            current = follow_changes(shards)
+            if current:
+                outputs = _run_prepared(shards, name, spread_inputs((args, kwargs), shards), spare)
+        if not current:
+            return type(module).forward(module, *args, **kwargs)
     if spare:
         check_replicas(name, outputs)
     if outputs[-1] is not None:
@@ -89,9 +88,9 @@ def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) 
     try:
         outputs = _run(shards, "", until_done)
     finally:
-        tail.on = False
+        given = tail.end()
     for adapter in shards.adapters:
-        adapter.adopt(tail.given, shards)
+        adapter.adopt(given, shards)
     root = shards.module(0, "")
     follow_plain_attributes(root, shards.hidden)
     shards.forget_buffers(root._buffers)

@@ -111,6 +111,7 @@ class ModelShards:
     counterparts: Counterparts | None = None
     own_call: str | None = None
     structure: dict[str, Structure] = field(default_factory=dict)
+    retired: bool = False
     assigned: set[int] = field(default_factory=set)
     replan: Callable[[nn.Module], Plan] | None = None
     again: Callable[[nn.Module, Leaves], None] | None = None

@@ -1,4 +1,4 @@
-"""The integers that a rank's code reads: attributes, size arguments of calls, and an embedding's padding index."""
+"""What a rank's own forward is: its random calls known, and the integers that its code reads its own: attributes, size arguments of calls, and an embedding's padding index."""
 
 from __future__ import annotations
 

@@ -27,21 +27,27 @@ class Tail:
     """Whether the run under way ends so, and the objects that modules gave on the way, by rank: the caches among them
     belong together, and the other ranks return none."""
 
-    def __init__(self, module: str, world_size: int) -> None:
-        self.module = module
+    def __init__(self, world_size: int) -> None:
         self.on = False
         self.given: list[list[Any]] = [[] for _ in range(world_size)]
+        self.in_regions = [0] * world_size
+        """By rank, how many checkpoints are around its code now: their recomputation must go the same way."""
 
     def start(self) -> None:
         self.on = True
-        self.given = [[] for _ in self.given]
+
+    def end(self) -> list[list[Any]]:
+        """What modules gave, by rank; nothing is kept."""
+        self.on = False
+        given, self.given = self.given, [[] for _ in self.given]
+        return given
 
     def exit(self, gather: Convert, placement: Placement, view: RankView) -> Convert:
         """The last gather of `view`'s rank: `gather` where all ranks go on."""
         group = view.group
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
-            if not self.on:
+            if not self.on or self.in_regions[view.rank]:
                 return gather(tensor)
             own = group.stand_by(group.gather_first(tensor, placement, view.cuts))
             if own is None:

@@ -263,7 +263,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     shards.spare = spare_modules(shards.resolved.plan.modules)
     last = next((name for name, plan in shards.resolved.plan.modules.items() if plan.last), None)
     if last is not None and shards.world_size > 1:
-        shards.tail = Tail(last, shards.world_size)
+        shards.tail = Tail(shards.world_size)
     tail = shards.tail
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}

@@ -30,7 +30,7 @@ def kinds_of(root: nn.Module) -> dict[str, Any]:
     return kinds
 
 
-def is_stale(shards: ModelShards) -> bool:
+def _is_stale(shards: ModelShards) -> bool:
     """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth."""
     gone = shards.visible[""]() is None
     for name, known in shards.structure.items():
@@ -75,6 +75,7 @@ def join_in_place(shards: ModelShards) -> Leaves:
                 other.data, other.grad = other.data.new_empty(0), None
     for module in modules:
         _make_ordinary(module, shards)
+    shards.retired = True
     shards.team.close()
     return leaves
 
@@ -93,18 +94,24 @@ def _make_ordinary(module: nn.Module, shards: ModelShards) -> None:
         module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
 
 
-def split_again(shards: ModelShards) -> None:
-    """Follow what was changed: the model is joined and split again, by the same plan where it still fits.
+def follow_changes(shards: ModelShards) -> bool:
+    """Under the model's lock: whether `shards` is what the model is. If not, it is after this: what was changed is
+    followed by joining the model and splitting it again, by the same plan where it still fits.
 
     Raises:
         TensorParallelError: the model's root was deleted.
     """
+    if shards.retired:
+        return False
+    if not _is_stale(shards):
+        return True
     root = shards.visible[""]()
     if root is None or shards.again is None:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
     _refuse_exchanged(shards)
     again = shards.again
     again(root, join_in_place(shards))
+    return False
 
 
 @contextmanager
@@ -133,4 +140,5 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        again(root, leaves)
+        with shards.lock:
+            again(root, leaves)
