@@ -1,4 +1,5 @@
-"""What a rank's own forward is: its random calls known, and the integers that its code reads its own: attributes, size arguments of calls, and an embedding's padding index."""
+"""What a rank's own forward is: with its random calls known, and with the integers that its code reads made its own
+(attributes, size arguments of calls, an embedding's padding index)."""
 
 from __future__ import annotations
 
