@@ -150,3 +150,45 @@ def test_the_callers_number_of_threads_stays():
         assert (torch.get_num_threads(), found) == (4, [4])
     finally:
         torch.set_num_threads(before)
+
+
+def test_recorders_that_were_there_before_the_split():
+    """transformers installs them once a model and remembers it: a trace must neither take them off nor add to them."""
+    reference = build("llama")
+    wanted = reference(IDS, output_hidden_states=True).hidden_states
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2)
+    found = split(IDS, output_hidden_states=True).hidden_states
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+
+
+class MakesItsCache(nn.Module):
+    """A root whose own code makes the cache and reads nothing of it from its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.language = build("llama")
+
+    def forward(self, ids, cache=None):
+        from transformers import DynamicCache
+
+        cache = DynamicCache() if cache is None else cache
+        hidden = self.language.model(ids, cache=cache).last_hidden_state
+        return self.language.lm_head(hidden), cache
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_cache_that_the_roots_own_code_makes(ranks):
+    from tensor_parallel.shard import shards_of
+    from tensor_parallel.transformers_support.caches import CacheAdapter
+
+    reference = MakesItsCache()
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, example_inputs={"ids": IDS})
+    shards_of(split).adapters.append(CacheAdapter())
+    found = []
+    for model in (reference, split):
+        with torch.no_grad():
+            first, cache = model(IDS[:, :3])
+            found.append((first, model(IDS[:, 3:], cache)[0]))
+    close(found[1], found[0])

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensor_parallel.own_hooks import is_own, is_recorder
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -22,20 +24,25 @@ _HOOKS = (
 
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Whatever a forward changes is put back: buffers, hooks that it registers, and the random states. The user's hooks
+    """Whatever a forward changes is put back: buffers, hooks that it registers, attributes that it adds, and the
+    random states. The user's hooks
     do not run: they are none of the model's work, and would see example inputs."""
     saved = [(b, b.detach().clone()) for b in module.buffers()]
     named = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     hooks = [(holder, dict(holder)) for part in module.modules() for holder in _hooks(part)]
+    attributes = [(part.__dict__, set(part.__dict__)) for part in module.modules()]
     for holder, known in hooks:
         for key, hook in known.items():
-            if callable(hook) and not type(hook).__module__.startswith("torch.nn.utils."):
+            if callable(hook) and not is_own(hook) and not is_recorder(hook):
                 del holder[key]
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for own, names in attributes:
+            for name in [name for name in own if name not in names]:
+                del own[name]
         for holder, known in hooks:
             holder.clear()
             holder.update(known)

@@ -18,22 +18,10 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from tensor_parallel.errors import PlanError
+from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan
 from tensor_parallel.shard.shards import Counterparts, ModelShards, Slot
 from tensor_parallel.shard.values import leaves, map_leaves
-
-# transformers' recording of hidden states installs these on every rank's own tree, for that rank's own outputs
-_RECORDERS = frozenset({"install_output_capuring_hook.<locals>.output_capturing_hook"})
-
-
-def is_recorder(hook: Any) -> bool:
-    """Whether a hook is one that a model installs by itself, on each rank's tree."""
-    return getattr(hook, "__qualname__", "") in _RECORDERS
-
-
-def is_own(hook: Any) -> bool:
-    """Whether a hook is a part of the module, as torch.nn.utils' weight_norm is, and runs on every rank's tree."""
-    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def has_user_code(module: nn.Module) -> bool:

@@ -6,7 +6,9 @@ with it; where it is done they leave the forward by an exception, for nobody loo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from tensor_parallel.layout import Placement
 from tensor_parallel.shard.borders import Convert, RankView
 from tensor_parallel.shard.hooks import opaque
+from tensor_parallel.shard.shards import slot_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -49,6 +52,7 @@ class Tail:
         def leave(tensor: torch.Tensor) -> torch.Tensor:
             if not self.on or self.in_regions[view.rank]:
                 return gather(tensor)
+            self.given[view.rank].append(_objects_of_root())
             own = group.stand_by(group.gather_first(tensor, placement, view.cuts))
             if own is None:
                 raise Done
@@ -66,6 +70,22 @@ class Tail:
             return output
 
         return noted
+
+
+def _objects_of_root() -> dict[str, Any]:
+    """The objects that the root's own forward, which is under way, holds in its variables: a cache that it made."""
+    found: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        slot = slot_of(own) if isinstance(own := frame.f_locals.get("self"), nn.Module) else None
+        if slot is not None and slot.name == "":
+            for name, value in frame.f_locals.items():
+                objects = {path: leaf for path, leaf in opaque(value).items() if not isinstance(leaf, nn.Module)}
+                found.setdefault(name, objects)
+        elif found:
+            break
+        frame = frame.f_back
+    return found
 
 
 def follow_plain_attributes(root: nn.Module, peers: list[nn.Module]) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
+from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.borders import RankView, compile_borders
-from tensor_parallel.shard.hooks import is_own, is_recorder, spare_modules
+from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
