@@ -150,7 +150,14 @@ def make_plan(
             return planner.make_plan(module, world_size, [*inputs, *padded], rules=rules)
         except TraceError:
             pass  # the forward takes no such mask: what was given is all there is
-    return planner.make_plan(module, world_size, inputs, rules=rules)
+    plan = planner.make_plan(module, world_size, inputs, rules=rules)
+    labelled = _labelled_too(module, inputs, plan) if example_inputs is None else []
+    if labelled:
+        try:
+            return planner.make_plan(module, world_size, [*inputs, *labelled], rules=rules)
+        except TraceError:
+            pass  # labels of another kind: the forward is called without them, or given an example
+    return plan
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -200,6 +207,18 @@ def _padded_too(module: nn.Module, inputs: Sequence[Inputs]) -> list[Inputs]:
             mask[0, : ids.size(1) // 3] = 0
             found.append({**item, "attention_mask": mask})
     return found
+
+
+def _labelled_too(module: nn.Module, inputs: Sequence[Inputs], plan: Plan) -> list[Inputs]:
+    """For a transformers model whose root gathers its logits at its very end, the inputs with labels: the loss reads
+    the logits before that, and the plan must gather them for it."""
+    root = plan.modules.get("")
+    cut = root is not None and any(boundary.before.kind == "shard" for boundary in root.outputs)
+    if not cut or "labels" not in inspect.signature(module.forward).parameters:
+        return []
+    first = next((item for item in inputs if isinstance(item, Mapping)), {})
+    ids = first.get("decoder_input_ids", first.get("input_ids"))
+    return [] if ids is None else [{**first, "labels": ids}]
 
 
 def own_example_inputs(module: nn.Module) -> list[Inputs] | None:

@@ -192,3 +192,27 @@ def test_a_cache_that_the_roots_own_code_makes(ranks):
             first, cache = model(IDS[:, :3])
             found.append((first, model(IDS[:, 3:], cache)[0]))
     close(found[1], found[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loss_whose_logits_the_root_itself_finishes(ranks):
+    """BART adds a bias to its logits in the root, and its loss reads them there: only a call with labels shows it."""
+    import transformers
+
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 32}
+    heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = transformers.BartConfig(vocab_size=101, dropout=0.1, activation_dropout=0.1, **sizes, **heads, **tokens)
+    reference = noisy(transformers.BartForConditionalGeneration(config).double().train())
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks)
+    losses = []
+    for model in (reference, split):
+        torch.manual_seed(2)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss.detach())
+    close(losses[1], losses[0])
+    mine = tp.full_gradients(split)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            close(mine[name], parameter.grad)

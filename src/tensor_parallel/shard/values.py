@@ -46,10 +46,21 @@ def map_leaves(value: Any, change: Callable[[Any], Any], *, anew: bool = False) 
     return change(value)
 
 
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """A dataclass's fields that are set. Past its `__getattribute__`: some configs refuse to be read there."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # one with slots
+        own = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if hasattr(value, item.name)}
+    for item in dataclasses.fields(value):
+        if item.name in own:
+            yield item.name, own[item.name]
+
+
 def _map_dataclass(value: Any, change: Callable[[Any], Any], anew: bool) -> Any:
-    fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-    found = {name: map_leaves(getattr(value, name), change, anew=anew) for name in fields}
-    if not anew and all(found[name] is getattr(value, name) for name in fields):
+    fields = dict(_fields(value))
+    found = {name: map_leaves(item, change, anew=anew) for name, item in fields.items()}
+    if not anew and all(found[name] is item for name, item in fields.items()):
         return value
     fresh = copy.copy(value)
     for name, item in found.items():
@@ -66,9 +77,8 @@ def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, 
         for index, item in enumerate(value):
             yield from leaves(item, (*path, index))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            if hasattr(value, item.name):
-                yield from leaves(getattr(value, item.name), (*path, item.name))
+        for name, item in _fields(value):
+            yield from leaves(item, (*path, name))
     else:
         yield path, value
 
