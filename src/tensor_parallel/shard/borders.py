@@ -17,7 +17,7 @@ from torch import nn
 
 from tensor_parallel.comm.group import Group
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import REPLICATE, RUNTIME, Cuts, DimLayout, Placement, holds_nothing, runs, take
+from tensor_parallel.layout import REPLICATE, RUNTIME, Cuts, DimLayout, Placement, holds_nothing, local_size, runs, take
 from tensor_parallel.plan import Boundary, Lookup, ModulePlan
 from tensor_parallel.shard.values import Key, change_at, parse_path, tensor_at
 
@@ -244,16 +244,21 @@ def _share(group: Group, holders: list[list[int]] | None = None) -> Convert:
     return convert
 
 
-def _unless_whole(convert: Convert, placement: Placement) -> Convert:
-    """For a tensor that a module further in may have given whole already, because somebody asked for it."""
+def _unless_whole(convert: Convert, placement: Placement, view: RankView) -> Convert:
+    """For a tensor that a module further in may have given whole already, because somebody asked for it or the model
+    records it. Where a part can be as large as the whole the two cannot be told apart."""
+    ranks = range(view.group.size())
     sizes = [
         (dim, layout.size)
         for dim, layout in placement.dims
         if all(part.size != RUNTIME for segment in layout.segments for part in segment.parts)
+        and all(local_size(layout, view.cuts, rank) != layout.size for rank in ranks)
     ]
+    if not sizes:
+        return convert
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if sizes and all(tensor.size(dim) == size for dim, size in sizes) else convert(tensor)
+        return tensor if all(tensor.size(dim) == size for dim, size in sizes) else convert(tensor)
 
     return converted
 
@@ -301,8 +306,9 @@ def compile_borders(
         convert = _converted(boundary, view, form, leaving=True)
         if convert is not None and form == "inside" and last is not None and boundary.after == REPLICATE:
             convert = last(convert, boundary.before, view)
-        if convert is not None and boundary.spare:
-            convert = _unless_whole(convert, boundary.before)
+        inner = boundary.spare or boundary.path
+        if convert is not None and inner and boundary.before.kind == "shard" and form != "around":
+            convert = _unless_whole(convert, boundary.before, view)
         if convert is None and form == "inside":
             convert = _share(view.group) if boundary.gathers_gradient else _shared_exit(boundary, view)
         if convert is not None:

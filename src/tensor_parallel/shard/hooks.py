@@ -74,7 +74,7 @@ def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
     result, counterparts = shards.team.as_caller(rank, as_caller, opaque((args, kwargs)))
     result = _own_result(result, counterparts, shards, rank)
     if rank:
-        _record(module, args, kwargs, result)
+        record(module, args, kwargs, result)
     if slot.around is None:
         return result
     if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
@@ -151,8 +151,8 @@ def _own_result(result: Any, counterparts: Counterparts, shards: ModelShards, ra
     return map_leaves(result, exchange, anew=True)
 
 
-def _record(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-    """Let the recorders on a hidden rank's tree see what rank 0's saw."""
+def record(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    """Let the recorders on a rank's own tree see a call."""
     for key, hook in module._forward_hooks.items():
         if is_recorder(hook):
             with_kwargs = key in module._forward_hooks_with_kwargs

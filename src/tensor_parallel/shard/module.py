@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import DeviceError, PlanError
-from tensor_parallel.shard.hooks import call_watched, run_own_hooks
+from tensor_parallel.shard.hooks import call_watched, record, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import Slot
@@ -38,15 +38,20 @@ class SplitModule(nn.Module):
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if rank != slot.rank:
             return slot.shards.module(rank, slot.name)(*args, **kwargs)
-        if slot.watched or (self._forward_hooks and slot.shards.records(self)):
+        recording = slot.shards.records(self) if self._forward_hooks else ""
+        if slot.watched or recording == "whole":
             return call_watched(self, slot, args, kwargs)
         if self._forward_pre_hooks:
             args = run_own_hooks(self, args)
         borders = slot.inside
         if borders is None:
-            return slot.own_forward(self, *args, **kwargs)
-        changed, keywords, elsewhere = borders.enter(args, kwargs)
-        return borders.leave(slot.own_forward(self, *changed, **keywords), elsewhere)
+            output = slot.own_forward(self, *args, **kwargs)
+        else:
+            changed, keywords, elsewhere = borders.enter(args, kwargs)
+            output = borders.leave(slot.own_forward(self, *changed, **keywords), elsewhere)
+        if recording:
+            record(self, args, kwargs, output)
+        return output
 
     def __setattr__(self, name: str, value: Any) -> None:
         slot = self.__dict__.get("_tp_slot")

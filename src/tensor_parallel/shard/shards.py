@@ -35,8 +35,9 @@ class Adapter(Protocol):
         """Whether this call of `module` gives out what modules make beside what others read (attention weights)."""
         ...
 
-    def records(self, module: nn.Module) -> bool:
-        """Whether hooks that the model installed on `module` by itself record its output in this thread now."""
+    def records(self, module: nn.Module) -> str:
+        """Whether hooks that the model installed on `module` by itself record its output in this thread now: the
+        "whole" output, a rank's "part" of it, or not ("")."""
         ...
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
@@ -85,6 +86,7 @@ class ModelShards:
     visible: rank 0's modules by dotted name.  hidden: the other ranks' roots.
     peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
     watched: modules at which user code stands.  spare: the innermost modules with spare outputs.
+    gathered: the items of outputs ("hidden_states") that the plan takes up as parts, and gathers.
     counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
         forward is asked for.
     lock: runs take turns.
@@ -106,6 +108,7 @@ class ModelShards:
     adapters: list[Adapter] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)
     spare: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
     scopes: dict[int, DrawScope] = field(default_factory=dict)
     tail: Any = None
     counterparts: Counterparts | None = None
@@ -224,9 +227,9 @@ class ModelShards:
             for borders, calls in zip(counted, before, strict=True):
                 borders.calls = calls
 
-    def records(self, module: nn.Module) -> bool:
-        """Whether the model's own hooks on `module` record its output in this thread now."""
-        return any(adapter.records(module) for adapter in self.adapters)
+    def records(self, module: nn.Module) -> str:
+        """What the model's own hooks on `module` record in this thread now, see Adapter."""
+        return next((found for adapter in self.adapters if (found := adapter.records(module))), "")
 
     def is_training(self) -> bool:
         """Whether any module is in training mode (kept until a mode changes)."""

@@ -262,6 +262,8 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     """Swap every module's class and give it its slot."""
     shards.borders_by_call = [[] for _ in shards.devices]
     shards.spare = spare_modules(shards.resolved.plan.modules)
+    outputs = [boundary.path for plan in shards.resolved.plan.modules.values() for boundary in plan.outputs]
+    shards.gathered = frozenset(path.partition(".")[0] for path in outputs if path and not path[0].isdigit())
     last = next((name for name, plan in shards.resolved.plan.modules.items() if plan.last), None)
     if last is not None and shards.world_size > 1:
         shards.tail = Tail(shards.world_size)

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.own_hooks import is_recorder
-from tensor_parallel.shard import ModelShards
+from tensor_parallel.shard import ModelShards, shards_of
 from tensor_parallel.shard.values import leaves
 
 _FORWARDED = (
@@ -34,18 +34,25 @@ class CacheAdapter:
     """Gives each rank its own cache for the caller's one; see `shard.Adapter`."""
 
     def asks_for_spare(self, module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether attention weights are asked for."""
-        asked = kwargs.get("output_attentions")
-        if asked is None:
-            asked = getattr(getattr(module, "config", None), "output_attentions", False)
-        return bool(asked)
+        """Whether attention weights or hidden states are asked for."""
+        config = getattr(module, "config", None)
+        names = ("output_attentions", "output_hidden_states")
+        return any(bool(kwargs.get(name, getattr(config, name, False))) for name in names)
 
-    def records(self, module: nn.Module) -> bool:
-        """Whether transformers' capturing of hidden states or attentions is on for one of the module's hooks."""
+    def records(self, module: nn.Module) -> str:
+        """Whether transformers' capturing of hidden states or attentions is on for one of the module's hooks. What was
+        captured while planning is left to the plan: it takes up the ranks' parts, and gathers them where it has to (a
+        call that it was not made for is noticed where the outputs leave)."""
         collected = _active_collector.get()
-        return collected is not None and any(
-            is_recorder(hook) and _captured(hook) in collected for hook in module._forward_hooks.values()
-        )
+        if not collected:
+            return ""
+        captured = {_captured(hook) for hook in module._forward_hooks.values() if is_recorder(hook)} & set(collected)
+        if not captured:
+            return ""
+        shards = shards_of(module)
+        own = shards.resolved.plan.modules.get(module.__dict__["_tp_slot"].name)
+        cut = own is not None and any(b.after.kind != "replicate" and not b.spare for b in own.outputs)
+        return "part" if cut or captured & shards.gathered else "whole"
 
     def localise(self, value: Any, shards: ModelShards) -> list[Any] | None:
         """The ranks' caches for the caller's `value`, which is adopted at its first use.
