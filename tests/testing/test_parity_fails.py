@@ -123,7 +123,7 @@ def test_a_part_that_the_optimiser_does_not_see_fails():
     def visible_only(model):
         return torch.optim.AdamW([p for n, p in model.named_parameters() if "@" not in n], lr=1e-2)
 
-    with pytest.raises(AssertionError, match=r"after 1 steps layers\.0\.weight"):
+    with pytest.raises(tp.TensorParallelError, match=r"layers\.0\.weight.*rank 1"):
         assert_parity(reference, split, reference.inputs(), steps=1, optimizer=visible_only)
 
 
