@@ -66,6 +66,8 @@ class SplitModule(nn.Module):
         if name == "training":
             slot.shards.training = None
         for peer in slot.peers():
+            if name in peer._parameters:  # a deleted parameter's name: the model is split again at the next run
+                continue
             if isinstance(value, torch.Tensor):
                 device = slot.shards.devices[peer.__dict__["_tp_slot"].rank]
                 setattr(peer, name, value if value.requires_grad else value.to(device, copy=True))
