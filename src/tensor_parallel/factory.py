@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -86,8 +86,7 @@ def tensor_parallel(
     check_splittable(module, resolved)
     if len(devices) == 1:
         logging.getLogger(__name__).info("one device, %s: the model runs there whole", devices[0])
-    given = tensor_parallel_config is not None
-    replan = None if given else functools.partial(_replan, len(devices), kwargs.get("example_inputs"))
+    replan = _Replan(len(devices), kwargs.get("example_inputs"), tensor_parallel_config is not None)
     return split(module, resolved, devices, output_device, _wrapper_for(module), replan)
 
 
@@ -112,12 +111,20 @@ def _log_plan(plan: Plan, name: str, seconds: float) -> None:
             )
 
 
-def _replan(world_size: int, example_inputs: Any, module: nn.Module) -> Plan:
+@dataclass(frozen=True)
+class _Replan:
     """For a split model that was changed; where its forward cannot be traced any more, layer by layer."""
-    try:
-        return make_plan(module, world_size, example_inputs)
-    except TraceError:
-        return planner.layerwise_plan(module, world_size)
+
+    world_size: int
+    example_inputs: Any
+    given: bool
+
+    def __call__(self, module: nn.Module) -> Plan:
+        try:
+            return make_plan(module, self.world_size, self.example_inputs)
+        except TraceError as error:
+            logging.getLogger(__name__).warning("the changed model is split layer by layer: %s", error)
+            return planner.layerwise_plan(module, self.world_size)
 
 
 def make_plan(

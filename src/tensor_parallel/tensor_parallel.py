@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,10 +25,21 @@ from tensor_parallel.shard import (
     kinds_of,
     shards_of,
     split_module,
+    up_to_date,
 )
 
 Device = str | int | torch.device
-Replan = Callable[[nn.Module], Plan]
+
+
+class Replan(Protocol):
+    """Makes a plan of a changed model as the first one was made."""
+
+    @property
+    def given(self) -> bool:
+        """Whether the first one was given by hand."""
+        ...
+
+    def __call__(self, module: nn.Module) -> Plan: ...
 
 
 class TensorParallel(SplitModule):
@@ -52,14 +63,15 @@ class TensorParallel(SplitModule):
         return shards_of(self).output_device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        shards, fresh = shards_of(self), joined_copy(self, memo)
+        shards = up_to_date(self)
+        fresh = joined_copy(self, memo)
         wrapper = type(self).__bases__[0]
         return _again(fresh, shards.resolved, shards.devices, shards.output_device, wrapper, shards.replan)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        shards = shards_of(self)
+        shards = up_to_date(self)
         made_from = joined_copy(self, {}), shards.resolved, shards.devices, shards.output_device
-        return _again, (*made_from, type(self).__bases__[0])
+        return _again, (*made_from, type(self).__bases__[0], shards.replan)
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:
@@ -93,16 +105,21 @@ class _Before:
     lock: Any
 
 
-def _split_again(before: _Before, module: nn.Module, leaves: Leaves) -> None:
-    """Split a joined model: by the plan that it had, where modules and shapes are what that was made for."""
-    resolved = before.resolved
-    if kinds_of(module) != before.kinds:
-        if before.replan is None:
+def _split_again(before: _Before, module: nn.Module, leaves: Leaves, differences: Sequence[str]) -> None:
+    """Split a joined model: by the plan that it had, where modules, shapes and what leads its forward are what that was
+    made for."""
+    resolved, replan, log = before.resolved, before.replan, logging.getLogger(__name__)
+    changed = kinds_of(module) != before.kinds
+    if changed or differences:
+        name, why = type(module).__name__, "; ".join(differences) or "its modules or shapes are others"
+        if replan is None or (changed and replan.given):
             raise PlanError(
-                f"{type(module).__name__} was changed, and its plan was given by hand: split it with a plan of the "
-                "changed model (it is whole now)"
+                f"{name} was changed ({why}), and its plan was given by hand: split it with a plan of the changed "
+                "model (it is whole now)"
             )
-        resolved = resolve(before.replan(module), len(before.devices))
+        level = logging.WARNING if replan.given else logging.INFO
+        log.log(level, "planning %s anew%s: %s", name, ", in place of the given plan" if replan.given else "", why)
+        resolved = resolve(replan(module), len(before.devices))
     how = resolved, before.devices, before.output_device, before.wrapper
     split(module, *how, before.replan, leaves, before.lock)
 

@@ -66,5 +66,6 @@ def plans(draw):
         draw(st.dictionaries(NAMES, MODULES, max_size=3)),
         draw(tuples_of(TRAFFIC)),
         draw(tuples_of(NAMES)),
+        draw(st.dictionaries(NAMES, st.booleans(), max_size=3)),
         draw(st.integers(1, 64)),
     )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
+from tensor_parallel.planner.attributes import tracked_attributes
 from tensor_parallel.planner.integers import (
     DEEPEST,
     Attribute,
@@ -23,7 +24,6 @@ from tensor_parallel.planner.integers import (
     evaluate,
     expression_of,
     leaves,
-    tracked_attributes,
 )
 
 N = Attribute("layer", "n")

@@ -166,6 +166,8 @@ class Plan:
 
     factors: by name.  tensors: every parameter and buffer, by key.  modules: by dotted name ("" is the root).
     traffic: the collectives of one forward.  paths: the calls that the plan was traced with, for people.
+    reads: the plain attributes that the traced forwards read, of whatever module: whether any other value may lead
+        along another path (False: another float may stand in a float's place).
     world_size: the one that steered the choice of what to cut.
     """
 
@@ -174,6 +176,7 @@ class Plan:
     modules: Mapping[str, ModulePlan] = field(default_factory=dict)
     traffic: tuple[Traffic, ...] = ()
     paths: tuple[str, ...] = ()
+    reads: Mapping[str, bool] = field(default_factory=dict)
     world_size: int = 2
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -112,6 +112,7 @@ def to_json(plan: Plan) -> str:
         f'  "version": {VERSION}',
         f'  "world_size": {plan.world_size}',
         _block("paths", list(plan.paths)),
+        f'  "reads": {json.dumps(dict(plan.reads))}',
         _block("factors", {name: _record_data(factor, ["name"]) for name, factor in plan.factors.items()}),
         _block("tensors", {key: _record_data(tensor) for key, tensor in plan.tensors.items()}),
         _block("modules", {name: _record_data(module) for name, module in plan.modules.items()}),
@@ -366,6 +367,7 @@ def from_json(text: str, source: str = "plan") -> Plan:
         modules={name: _module(node) for name, node in members["modules"].members().items()},
         traffic=_tuple_of(_traffic)(members["traffic"]),
         paths=_tuple_of(_Node.text)(members["paths"]),
+        reads={name: node.flag() for name, node in members["reads"].members().items()},
         world_size=members["world_size"].integer(1),
     )
 

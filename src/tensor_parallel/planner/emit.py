@@ -367,5 +367,6 @@ def emit(graph: Graph, choice: Choice, names: Names, world_size: int) -> Plan:
         modules=emitter.modules(),
         traffic=emitter.traffic(),
         paths=tuple(graph.trace.paths),
+        reads=graph.trace.reads.deciding(graph.modules[""]),
         world_size=world_size,
     )

@@ -64,4 +64,4 @@ def layerwise_plan(module: nn.Module, world_size: int) -> Plan:
         layout = layouts.get(key, whole)
         reason = "" if key in layouts else WHOLE_REASON
         tensors[key] = TensorPlan(all_names, layout, nbytes, is_buffer, gathered=key in layouts, reason=reason)
-    return Plan(factors, tensors, modules, tuple(traffic), (), world_size)
+    return Plan(factors, tensors, modules, tuple(traffic), world_size=world_size)

@@ -11,6 +11,7 @@ import torch
 
 from tensor_parallel.planner.index_types import Dim
 from tensor_parallel.planner.integers import Expression, IntegerRecorder
+from tensor_parallel.planner.reads import Reads
 
 ArgumentPath = tuple[int | str, ...]
 """Where an argument stands in a call: position or keyword, then indices."""
@@ -99,6 +100,7 @@ class Trace:
     """Everything that one or several forwards did.
 
     data: tensors that came from outside.  again: makes the same trace with some integers shifted.
+    reads: the plain attributes that the forwards looked at.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Trace:
     paths: list[str] = field(default_factory=list)
     data: list[torch.Tensor] = field(default_factory=list)
     again: Callable[[frozenset[Any]], Trace] | None = None
+    reads: Reads = field(default_factory=Reads)
 
     def enclosing(self, module_call: int) -> Iterator[ModuleCall]:
         """The module calls around (and with) one, innermost first."""
@@ -141,7 +144,7 @@ def tensors(tree: Any, kind: type = torch.Tensor, path: str = "") -> Iterator[tu
             yield from tensors(held.get(key), kind, f"{path}.{key}" if path else key)
 
 
-def replaced(tree: Any, change: Any, kind: type = torch.Tensor) -> Any:
+def replaced(tree: Any, change: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Any:
     """The same containers with `change(item)` in place of every item of `kind`; a container in which nothing changes is
     handed back itself."""
     if isinstance(tree, kind):

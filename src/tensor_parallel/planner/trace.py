@@ -24,15 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensor_parallel.checkpoint_entry import Plainly, handled_by
 from tensor_parallel.errors import TraceError
 from tensor_parallel.plan import source
-from tensor_parallel.planner.integers import (
-    OWN,
-    Attribute,
-    IntegerRecorder,
-    Size,
-    TrackedInt,
-    number,
-    tracked_attributes,
-)
+from tensor_parallel.planner.attributes import OWN, tracked_attributes
+from tensor_parallel.planner.integers import Attribute, IntegerRecorder, Size, TrackedInt, number
+from tensor_parallel.planner.reads import TrackedFloat, noted_reads
 from tensor_parallel.planner.recorder import Recorder
 from tensor_parallel.planner.records import (
     FunctionCall,
@@ -131,7 +125,7 @@ class _Functions(TorchFunctionMode):
         if func in _READS:
             state.record(_READS[func], args[:1], {}, None)
         call = self._call(func, args, kwargs, sys._getframe(1))
-        args, kwargs = replaced(args, number, TrackedInt), replaced(kwargs, number, TrackedInt)
+        args, kwargs = _untracked(args), _untracked(kwargs)
         args = _plain_slices(args)
         outer, state.function_call = state.function_call, call.index
         try:
@@ -150,7 +144,7 @@ class _Functions(TorchFunctionMode):
         return outputs
 
     def _size(self, func: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = replaced(args, number, TrackedInt), replaced(kwargs, number, TrackedInt)
+        args, kwargs = _untracked(args), _untracked(kwargs)
         result = func(*args, **kwargs)
         sizes = self._sizes(args[0], args[0].shape)
         if isinstance(result, int):
@@ -171,14 +165,19 @@ class _Functions(TorchFunctionMode):
         recorder = state.trace.recorder
         named = (i for k, v in kwargs.items() for i in _integers(v, (k,), recorder))
         call.integers = [*_integers(args, (), recorder), *named]
-        call.args = replaced(replaced(args, state.value), number, TrackedInt)
-        call.kwargs = replaced(replaced(kwargs, state.value), number, TrackedInt)
+        call.args = _untracked(replaced(args, state.value))
+        call.kwargs = _untracked(replaced(kwargs, state.value))
         call.args = _plain_slices(call.args)
         call.at = len(state.trace.ops)
         call.is_method = getattr(torch.Tensor, name, None) is func
         if call.integers:
             _locate(call, frame, state)
         return call
+
+
+def _untracked(tree: Any) -> Any:
+    """The numbers that tracked ones stand for, in containers too."""
+    return replaced(tree, lambda n: number(n) if isinstance(n, int) else float.__float__(n), (TrackedInt, TrackedFloat))
 
 
 def _plain_slices(tree: Any) -> Any:
@@ -402,6 +401,7 @@ def _trace(
         if meta:
             stack.enter_context(_meta_parameters(module))
         stack.enter_context(tracked_attributes(module, result.recorder))
+        stack.enter_context(noted_reads(module, result.reads))
         keys = parameter_names(module)
         result.opaque.update(_held_elsewhere(module, keys))
         for example in examples:

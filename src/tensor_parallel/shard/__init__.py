@@ -7,7 +7,7 @@ from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
 from tensor_parallel.shard.shards import Adapter, Leaves, ModelShards, shards_of
 from tensor_parallel.shard.team import Team
 from tensor_parallel.shard.trees import check_splittable, named_tensors, split_module
-from tensor_parallel.shard.unsplit import kinds_of, whole_parameters
+from tensor_parallel.shard.unsplit import kinds_of, up_to_date, whole_parameters
 
 __all__ = [
     "MARK",
@@ -26,5 +26,6 @@ __all__ = [
     "named_tensors",
     "shards_of",
     "split_module",
+    "up_to_date",
     "whole_parameters",
 ]

@@ -59,6 +59,7 @@ class SplitModule(nn.Module):
             super().__setattr__(name, value)
             return
         _refuse_local_size(self, slot, name, value)
+        _note_route(self, slot, name, value)
         super().__setattr__(name, value)
         # Modules and parameters are followed at the next run (see unsplit.py), buffers too (BufferWatch).
         if name in self._modules or name in self._parameters or name in self._buffers:
@@ -76,12 +77,14 @@ class SplitModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         slot = self.__dict__.get("_tp_slot")
-        plain = name in self.__dict__
+        if name not in self.__dict__ or slot is None or slot.rank or slot.rank_here() is not None:
+            super().__delattr__(name)
+            return
+        _note_route(self, slot, name, getattr(type(self), name, None))
         super().__delattr__(name)
-        if plain and slot is not None and slot.rank == 0 and slot.rank_here() is None:
-            for peer in slot.peers():
-                if name in peer.__dict__:
-                    delattr(peer, name)
+        for peer in slot.peers():
+            if name in peer.__dict__:
+                delattr(peer, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
@@ -201,6 +204,18 @@ def _refuse_local_size(module: nn.Module, slot: Slot, name: str, value: Any) -> 
             f"{slot.name}.{name} is {module.__dict__[name]} and each rank has its share of it; setting it to {value} "
             "does not fit the split: change it within `with tp.whole_parameters(model):`"
         )
+
+
+def _note_route(module: nn.Module, slot: Slot, name: str, value: Any) -> None:
+    """An attribute is set from outside: whether the plan still holds is seen at the next run."""
+    shards = slot.shards
+    routes = shards.routes
+    if shards.team.acts_as_caller() and routes.refuses(module, slot.name, name, value):
+        raise NotImplementedError(
+            f"{name} of {slot.name or 'the model'} was set by a hook, in the middle of a forward that reads it: "
+            "the rest of the forward would go along a path that was not planned; set it between calls of the model"
+        )
+    routes.note(module, slot.name, name)
 
 
 def _is_free_function(value: Any) -> bool:

@@ -75,6 +75,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         raise
     finally:
         shards.note_buffers()
+        shards.routes.settle()
 
 
 def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) -> list[Any]:

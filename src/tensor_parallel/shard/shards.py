@@ -16,8 +16,9 @@ from tensor_parallel.comm.draws import Drawn
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.layout import Cuts
-from tensor_parallel.plan import Draw, Plan, ResolvedPlan
+from tensor_parallel.plan import Draw, ResolvedPlan
 from tensor_parallel.shard.pieces import MARK, SplitTensor
+from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.team import Team
 
 Tensors = dict[str, torch.Tensor | None]
@@ -114,10 +115,11 @@ class ModelShards:
     counterparts: Counterparts | None = None
     own_call: str | None = None
     structure: dict[str, Structure] = field(default_factory=dict)
+    routes: Routes = field(init=False)
     retired: bool = False
     assigned: set[int] = field(default_factory=set)
-    replan: Callable[[nn.Module], Plan] | None = None
-    again: Callable[[nn.Module, Leaves], None] | None = None
+    replan: Any = None
+    again: Callable[[nn.Module, Leaves, Sequence[str]], None] | None = None
     training: bool | None = None
     draws: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None

@@ -20,6 +20,7 @@ from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
+from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.shards import (
     Binding,
     BufferWatch,
@@ -297,6 +298,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             localise_sizes(own, classes[key], plan, rank, shards)
         _register_parts(child, shards)
         shards.structure[path] = structure_of(child)
+    shards.routes = Routes(module, shards.resolved.plan.reads)
 
 
 def _signature(base: type[nn.Module]) -> inspect.Signature:

@@ -12,7 +12,7 @@ from torch import nn
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.pieces import MARK
-from tensor_parallel.shard.shards import Leaves, ModelShards, Structure, slot_of
+from tensor_parallel.shard.shards import Leaves, ModelShards, Structure, shards_of, slot_of
 
 
 def structure_of(module: nn.Module) -> Structure:
@@ -103,15 +103,30 @@ def follow_changes(shards: ModelShards) -> bool:
     """
     if shards.retired:
         return False
-    if not _is_stale(shards):
+    routes = shards.routes
+    differences = routes.differences() if routes.stale() else []
+    if not differences and not _is_stale(shards):
         return True
     root = shards.visible[""]()
     if root is None or shards.again is None:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
     _refuse_exchanged(shards)
     again = shards.again
-    again(root, join_in_place(shards))
+    again(root, join_in_place(shards), differences)
     return False
+
+
+def up_to_date(model: nn.Module) -> ModelShards:
+    """The data of a split model after its changes were followed.
+
+    Raises:
+        TensorParallelError: it is not split.
+    """
+    shards = shards_of(model)
+    if not shards.team.acts_as_caller() and shards.team.rank_here() is None:
+        with shards.lock:
+            follow_changes(shards)
+    return shards_of(model)
 
 
 @contextmanager
@@ -136,9 +151,11 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     if root is None or shards.again is None:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
     with shards.lock:
-        again, leaves = shards.again, join_in_place(shards)
+        again, routes = shards.again, shards.routes
+        differences, before = routes.differences(), routes.snapshot(root)
+        leaves = join_in_place(shards)
     try:
         yield
     finally:
         with shards.lock:
-            again(root, leaves)
+            again(root, leaves, [*differences, *routes.since(root, before)])
