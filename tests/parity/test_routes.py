@@ -235,3 +235,42 @@ def test_the_config_of_a_transformers_model(setting):
     assert (wanted.hidden_states is None) == (found.hidden_states is None)
     for a, b in zip(wanted.hidden_states or (), found.hidden_states or (), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast", "saved tensors"])
+def test_the_call_after_a_change_leaves_nothing_of_its_modes(mode):
+    reference, model = pair(2)
+    for one in (reference, model):
+        one.blocks[0].mode = "norm"
+    seen = []
+    modes = {
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "saved tensors": torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
+    }
+    with modes[mode]:
+        model(X)
+    first = len(seen)
+    assert_equal(reference, model)
+    if mode == "saved tensors":
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            model(X)
+        assert len(seen) == first > 0
+
+
+def test_a_patched_forward_stays_where_it_is():
+    reference, model = pair(2)
+    calls = []
+    for one in (reference, model):
+        own = one.blocks[1].forward
+        one.blocks[1].forward = lambda x, own=own: calls.append(x.shape) or own(x) * 2
+        one.blocks[0].mode = "norm"
+    assert_equal(reference, model)
+    with tp.whole_parameters(model):
+        model.blocks[0].mode = "relu"
+        inside = model(X)
+    reference.blocks[0].mode = "relu"
+    assert torch.allclose(inside, reference(X), rtol=0, atol=1e-12)
+    assert_equal(reference, model)
+    assert len(calls) == 6

@@ -15,7 +15,7 @@ from tensor_parallel.errors import DeviceError, PlanError
 from tensor_parallel.shard.hooks import call_watched, record, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
-from tensor_parallel.shard.shards import Slot
+from tensor_parallel.shard.shards import Slot, slot_of
 from tensor_parallel.shard.state_dict import load_whole, save_whole
 from tensor_parallel.shard.unsplit import whole_parameters
 
@@ -244,7 +244,9 @@ def split_class(
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = self._tp_slot
+        slot = slot_of(self)
+        if slot is None:  # kept by a forward patched onto the instance, and the model is whole meanwhile
+            return base.forward(self, *args, **kwargs)
         rank = slot.rank_here()
         if rank is None:
             return run_on_all(self, slot, args, kwargs)

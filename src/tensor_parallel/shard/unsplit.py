@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.pieces import MARK
 from tensor_parallel.shard.shards import Leaves, ModelShards, Structure, shards_of, slot_of
+
+_T = TypeVar("_T")
 
 
 def structure_of(module: nn.Module) -> Structure:
@@ -112,8 +115,27 @@ def follow_changes(shards: ModelShards) -> bool:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")
     _refuse_exchanged(shards)
     again = shards.again
-    again(root, join_in_place(shards), differences)
+    with _own_forwards(root):
+        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences))
     return False
+
+
+@contextmanager
+def _own_forwards(root: nn.Module) -> Iterator[None]:
+    """Without the forwards patched onto instances, which are user code and stay where they were put."""
+    patched = [(m, m.__dict__.pop("forward")) for m in root.modules() if "forward" in m.__dict__]
+    try:
+        yield
+    finally:
+        for module, forward in patched:
+            module.__dict__["forward"] = forward
+
+
+def _in_fresh_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` without the caller's modes (autocast, inference mode, saved-tensor hooks, function modes): parameters
+    and plans are for other calls too than the one that is about to be made."""
+    with ThreadPoolExecutor(1, "planning") as thread:
+        return thread.submit(work).result()
 
 
 def up_to_date(model: nn.Module) -> ModelShards:
@@ -153,9 +175,10 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     with shards.lock:
         again, routes = shards.again, shards.routes
         differences, before = routes.differences(), routes.snapshot(root)
-        leaves = join_in_place(shards)
+        leaves = _in_fresh_thread(lambda: join_in_place(shards))
     try:
         yield
     finally:
-        with shards.lock:
-            again(root, leaves, [*differences, *routes.since(root, before)])
+        with shards.lock, _own_forwards(root):
+            found = [*differences, *routes.since(root, before)]
+            _in_fresh_thread(lambda: again(root, leaves, found))
