@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -11,6 +13,11 @@ from tensor_parallel.shard import Adapter, shards_of, whole_parameters
 from tensor_parallel.shard.shards import plain_name
 from tensor_parallel.tensor_parallel import TensorParallel
 from tensor_parallel.transformers_support.caches import CacheAdapter
+
+
+def device_names(devices: Sequence[torch.device]) -> list[str]:
+    """The devices' own names, by rank; those of devices that several ranks share are the rank's number instead."""
+    return [str(d) if devices.count(d) == 1 else f"{d.type}:{rank}" for rank, d in enumerate(devices)]
 
 
 class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: ignore[misc]
@@ -22,12 +29,12 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
     @property
     def hf_device_map(self) -> dict[str, str]:
         """Where the ranks are, an entry a rank. Trainer reads from several entries that the model looks after its
-        devices itself: it moves it nowhere and, with several visible GPUs, does not put it into DataParallel. "cpu"
-        alone would mean offloaded weights to it, so CPUs are numbered."""
+        devices itself: it moves it nowhere and, with several visible GPUs, does not put it into DataParallel. Ranks
+        that share a device are numbered: one entry alone would mean a model to move, and "cpu" offloaded weights."""
         devices = shards_of(self).devices
         if len(devices) == 1 or "_tp_hides_device_map" in self.__dict__:
             raise AttributeError("hf_device_map")
-        return {f"rank {rank}": f"{device.type}:{rank}" for rank, device in enumerate(devices)}
+        return {f"rank {rank}": name for rank, name in enumerate(device_names(devices))}
 
     def _prepare_text_encoder_decoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """As of the unsplit model: by a device map it would patch the encoder's forward, to move what it returns."""

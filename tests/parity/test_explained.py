@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
 
@@ -75,7 +76,9 @@ def test_out_of_memory_names_the_devices_and_what_they_held(how):
     assert "rank 0 on cpu: parameters" in notes
     assert "rank 1 on cpu: parameters" in notes
     assert "gradients" in notes
-    assert "activation_checkpointing_enable" in notes
+    assert "torch.utils.checkpoint" in notes
+    assert "checkpointing_enable" not in notes
+    assert re.search(r"raised on rank [01] \(cpu\)", notes)
     assert split.eval()(x).shape == (2, 6)
 
 
@@ -85,3 +88,26 @@ def test_other_errors_get_no_such_note():
     with pytest.raises(RuntimeError) as caught:
         split(torch.ones(2, 5))
     assert not any("out of memory" in note for note in caught.value.__notes__)
+
+
+def test_out_of_memory_while_splitting_names_them_too(monkeypatch):
+    from tensor_parallel.shard import trees
+
+    reference, plain, cut = noisy(Mlp()), trees.cut_parameter, []
+
+    def cut_parameter(*args, **kwargs):
+        cut.append(args)
+        if len(cut) == 3:
+            torch.empty(2**60)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(trees, "cut_parameter", cut_parameter)
+    with pytest.raises(tp.SplitError) as caught:
+        tp.tensor_parallel(reference, ["cpu"] * 2, example_inputs=reference.inputs())
+    (note,) = caught.value.__cause__.__notes__
+    assert "while the model was being split" in note
+    held = [line for line in note.splitlines() if line.startswith("  rank")]
+    assert len(held) == 2
+    assert "parameters 0 B" not in held[1]
+    assert "more devices" in note
+    assert "gradient_checkpointing_enable" not in note

@@ -279,6 +279,20 @@ def test_planning_leaves_no_hooks_behind():
     assert not [name for name, module in model.named_modules() if module._forward_hooks]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_none_asks_for_what_it_asks_for_unsplit(family):
+    reference = build(family)
+    reference.set_attn_implementation("eager")
+    reference.config.output_attentions = reference.config.output_hidden_states = True
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2)
+    ids, mask = padded()
+    given = {"attention_mask": mask, "output_attentions": None, "output_hidden_states": None}
+    wanted, found = reference(ids, **given), split(ids, **given)
+    assert found.keys() == wanted.keys()
+    for name in ("attentions", "hidden_states"):
+        assert_same(found.get(name), wanted.get(name))
+
+
 def test_attentions_of_an_implementation_that_the_plan_was_not_made_for():
     reference = build("llama")
     split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2)

@@ -11,7 +11,9 @@ import transformers
 from torch import nn
 
 import tensor_parallel as tp
+from tensor_parallel.shard import SplitTensor, unsplit
 from tensor_parallel.shard.shards import shards_of
+from tensor_parallel.shard.unsplit import joining_device
 from tensor_parallel.testing import noisy
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
@@ -34,6 +36,32 @@ def pair(ranks, **how):
 def fresh(make, seed=3):
     torch.manual_seed(seed)
     return noisy(make().double())
+
+
+def test_several_devices_are_joined_on_the_cpu():
+    cuda = [torch.device("cuda", index) for index in range(2)]
+    assert joining_device(cuda) == torch.device("cpu")
+    assert joining_device(cuda[:1] * 2) is None
+    assert joining_device([torch.device("cpu")] * 3) is None
+
+
+def test_everything_is_joined_there(monkeypatch):
+    _, model = pair(2)
+    model(IDS).logits.sum().backward()
+    asked, home = {"whole": set(), "whole_gradient": set()}, torch.device("cpu", 0)  # as if it were another device
+    for name, found in asked.items():
+        plain = getattr(SplitTensor, name)
+
+        def spied(self, device=None, plain=plain, found=found):
+            found.add((self.plan.names[0], device))
+            return plain(self, device)
+
+        monkeypatch.setattr(SplitTensor, name, spied)
+    monkeypatch.setattr(unsplit, "joining_device", lambda devices: home)
+    with tp.whole_parameters(model):
+        parameters = {(name, home) for name, _ in model.named_parameters()}
+    assert asked["whole"] >= parameters
+    assert asked["whole_gradient"] >= parameters
 
 
 class Adapted(nn.Module):

@@ -12,6 +12,7 @@ from shard_models import noisy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import tensor_parallel as tp
+from tensor_parallel.pretrained_model import device_names
 from tensor_parallel.shard import shards_of
 
 RANKS = [1, 2, 3, 4]
@@ -247,3 +248,11 @@ def test_copies_are_split_again():
     with torch.no_grad():
         split.model.norm.weight.zero_()
     torch.testing.assert_close(twin(ids).logits, reference(ids).logits)
+
+
+def test_a_device_map_names_the_ranks_own_devices():
+    names = [torch.device("cuda:2"), torch.device("cuda:3")]
+    assert device_names(names) == ["cuda:2", "cuda:3"]
+    assert device_names([torch.device("cpu")] * 2) == ["cpu:0", "cpu:1"]
+    _, model = pair(2)
+    assert len(set(model.hf_device_map.values())) == 2

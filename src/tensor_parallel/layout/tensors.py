@@ -81,11 +81,12 @@ def holders(layout: TensorLayout, cuts: Cuts, world_size: int) -> list[list[int]
     return list(found.values())
 
 
-def join(parts: Sequence[torch.Tensor], layout: TensorLayout, cuts: Cuts) -> torch.Tensor:
-    """The whole tensor, on the first part's device, from every rank's part (by rank; those of ranks that hold nothing
-    are not read)."""
-    first = parts[0]
-    whole = first.new_empty(layout.shape)
+def join(
+    parts: Sequence[torch.Tensor], layout: TensorLayout, cuts: Cuts, device: torch.device | None = None
+) -> torch.Tensor:
+    """The whole tensor, on `device` (None: the first part's), from every rank's part (by rank; those of ranks that hold
+    nothing are not read)."""
+    whole = parts[0].new_empty(layout.shape, device=device)
     for owner, *_ in holders(layout, cuts, len(parts)):
-        put_local(whole, parts[owner].to(first.device), layout, cuts, owner)
+        put_local(whole, parts[owner].to(whole.device), layout, cuts, owner)
     return whole

@@ -1,6 +1,7 @@
 """Plan -> this rank's module: pieces, trees, borders, sizes, whole state dicts."""
 
 from tensor_parallel.shard.joined import base_class, joined_copy
+from tensor_parallel.shard.memory import bytes_held
 from tensor_parallel.shard.module import SplitModule
 from tensor_parallel.shard.optimizers import check_optimizers
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
@@ -19,6 +20,7 @@ __all__ = [
     "SplitTensor",
     "Team",
     "base_class",
+    "bytes_held",
     "check_optimizers",
     "check_splittable",
     "joined_copy",

@@ -41,12 +41,13 @@ class SplitTensor:
     def is_cut(self) -> bool:
         return self.plan.is_cut
 
-    def whole(self) -> torch.Tensor:
-        """The whole tensor, detached: the leaf itself where nothing cuts it, else a new one on rank 0's device."""
-        return self._joined([piece.tensor.detach() for piece in self.pieces])
+    def whole(self, device: torch.device | None = None) -> torch.Tensor:
+        """The whole tensor, detached, on `device` (None: rank 0's): the leaf's own data where nothing cuts it and it
+        lies there, else a new one."""
+        return self._joined([piece.tensor.detach() for piece in self.pieces], device)
 
-    def whole_gradient(self) -> torch.Tensor | None:
-        """The whole gradient, None where none arrived at any piece."""
+    def whole_gradient(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """The whole gradient, None where none arrived at any piece; `device` as of `whole`."""
         if all(piece.tensor.grad is None for piece in self.pieces):
             return None
         found = [piece.tensor.grad for piece in self.pieces]
@@ -54,7 +55,7 @@ class SplitTensor:
             torch.zeros_like(piece.tensor) if grad is None else grad.detach()
             for grad, piece in zip(found, self.pieces, strict=True)
         ]
-        return self._joined([grad.to_dense() if grad.is_sparse else grad for grad in filled])
+        return self._joined([grad.to_dense() if grad.is_sparse else grad for grad in filled], device)
 
     def put(self, whole: torch.Tensor) -> None:
         """Copy a whole tensor's values into the pieces."""
@@ -74,13 +75,13 @@ class SplitTensor:
             else:
                 piece.tensor.data = whole.detach().to(device)
 
-    def _joined(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, found: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
         if not self.is_cut:
-            return found[0]
+            return found[0] if device is None else found[0].to(device)
         parts = [found[0]] * self.world_size
         for piece, tensor in zip(self.pieces, found, strict=True):
             parts[piece.ranks[0]] = tensor
-        return join(parts, self.plan.layout, self.cuts)
+        return join(parts, self.plan.layout, self.cuts, device)
 
 
 def pick(local: torch.Tensor, whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int) -> None:

@@ -161,7 +161,7 @@ class Region:
                 found = shards.team.run(work, joint_random=shards.draw_layout)
             except Exception as error:
                 if is_out_of_memory(error):
-                    explain_out_of_memory(error, shards)
+                    explain_out_of_memory(error, shards, shards.module(0, ""))
                 raise
         for rank, tensors in enumerate(found):
             self._parts[rank].found = tensors

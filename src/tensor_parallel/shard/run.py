@@ -71,7 +71,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         return _run(shards, name, work) if tail is None else _run_with_tail(shards, work, tail)
     except Exception as error:
         if is_out_of_memory(error):
-            explain_out_of_memory(error, shards)
+            explain_out_of_memory(error, shards, shards.module(0, ""))
         raise
     finally:
         shards.note_buffers()

@@ -18,6 +18,7 @@ from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.borders import RankView, compile_borders
 from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
 from tensor_parallel.shard.routes import Routes
@@ -121,6 +122,8 @@ def split_module(
     try:
         return _apply_plan(module, plans, shards, mixins, leaves or {})
     except Exception as error:
+        if is_out_of_memory(error):
+            explain_out_of_memory(error, shards, module, splitting=True)
         del hidden, shards
         for parameter in module.parameters():
             parameter.data, parameter.grad = torch.empty(0), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -60,36 +60,53 @@ def _refuse_exchanged(shards: ModelShards) -> None:
                 )
 
 
+def joining_device(devices: Sequence[torch.device]) -> torch.device | None:
+    """Where the whole model is put together: on the CPU where there are several devices, since it may fit none of them;
+    None: where it is."""
+    return torch.device("cpu") if len(set(devices)) > 1 else None
+
+
 def join_in_place(shards: ModelShards) -> Leaves:
-    """Give every visible module its own class and whole parameters back, each the same object as before, on the CPU
-    where the parts lie on several devices; the ranks end. Returns the other ranks' leaves, to be used again."""
+    """Give every visible module its own class and whole parameters and buffers back, each parameter the same object as
+    before, on the CPU where the parts lie on several devices; the ranks end. Returns the other ranks' leaves, to be
+    used again."""
     leaves: Leaves = {}
+    home = joining_device(shards.devices)
     modules = [module for reference in shards.visible.values() if (module := reference()) is not None]
     with torch.no_grad():
         for split in shards.tensors.values():
             first, *others = (piece.tensor for piece in split.pieces)
             leaves[id(first)] = {piece.ranks[0]: piece.tensor for piece in split.pieces[1:]}  # type: ignore[misc]
-            if split.is_cut and not split.plan.is_buffer:
-                gradient = split.whole_gradient()
+            if not split.plan.is_buffer and (split.is_cut or home is not None):
+                gradient = split.whole_gradient(home)
                 first.grad = None
-                first.data = split.whole()
+                first.data = split.whole(home)
                 first.grad = gradient
             for other in others:
                 other.data, other.grad = other.data.new_empty(0), None
+    buffers: dict[int, torch.Tensor] = {}
     for module in modules:
-        _make_ordinary(module, shards)
+        _make_ordinary(module, shards, home, buffers)
     shards.retired = True
     shards.team.close()
     return leaves
 
 
-def _make_ordinary(module: nn.Module, shards: ModelShards) -> None:
+def _make_ordinary(
+    module: nn.Module, shards: ModelShards, home: torch.device | None, buffers: dict[int, torch.Tensor]
+) -> None:
+    """buffers: those that were made whole, by the id of rank 0's part: modules may share one."""
     for name in [name for name in module._parameters if MARK in name]:
         del module._parameters[name]
     for name, buffer in module._buffers.items():
-        key = shards.key_of.get(id(buffer))
-        if buffer is not None and key is not None and shards.tensors[key].is_cut:
-            module._buffers[name] = shards.tensors[key].whole()
+        if buffer is None:
+            continue
+        if id(buffer) not in buffers:
+            key = shards.key_of.get(id(buffer))
+            cut = key is not None and shards.tensors[key].is_cut
+            whole = shards.tensors[key].whole(home) if cut and key is not None else buffer
+            buffers[id(buffer)] = whole if home is None else whole.to(home)
+        module._buffers[name] = buffers[id(buffer)]
     module.__class__ = base_class(module)
     for name in [name for name in module.__dict__ if name.startswith("_tp_")]:
         del module.__dict__[name]

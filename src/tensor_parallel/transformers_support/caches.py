@@ -37,7 +37,11 @@ class CacheAdapter:
         """Whether attention weights or hidden states are asked for."""
         config = getattr(module, "config", None)
         names = ("output_attentions", "output_hidden_states")
-        return any(bool(kwargs.get(name, getattr(config, name, False))) for name in names)
+        asked = (kwargs.get(name) for name in names)
+        return any(
+            bool(getattr(config, name, False) if value is None else value)
+            for name, value in zip(names, asked, strict=True)
+        )
 
     def records(self, module: nn.Module) -> str:
         """Whether transformers' capturing of hidden states or attentions is on for one of the module's hooks. What was

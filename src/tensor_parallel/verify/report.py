@@ -14,7 +14,7 @@ from torch import nn
 from tensor_parallel.layout import Cuts, TensorLayout
 from tensor_parallel.plan import Plan, TensorPlan, Traffic
 from tensor_parallel.plan.table import bytes_text, fold, plan_table, render
-from tensor_parallel.shard import ModelShards, shards_of
+from tensor_parallel.shard import ModelShards, bytes_held, shards_of
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,6 @@ def _why_whole(tensor: TensorPlan, world_size: int) -> str:
     return f"{named}: too few units for {world_size} ranks, so that one rank holds all of them"
 
 
-def _bytes_held(shards: ModelShards) -> list[int]:
-    held = [0] * len(shards.devices)
-    for tensor in shards.tensors.values():
-        if tensor.plan.is_buffer:
-            continue
-        for piece in tensor.pieces:
-            ranks = piece.ranks[:1] if tensor.plan.rank0_only else piece.ranks
-            for rank in ranks:
-                held[rank] += piece.tensor.numel() * piece.tensor.element_size()
-    return held
-
-
 def _parameter_bytes(shards: ModelShards, key: str) -> int:
     """Bytes of the whole parameter in its present dtype."""
     tensor = shards.tensors[key]
@@ -146,7 +134,7 @@ def report(model: nn.Module) -> Report:
         devices=tuple(str(device) for device in shards.devices),
         split_fraction=split / total if total else 0.0,
         gathered_fraction=gathered / total if total else 0.0,
-        bytes_per_device=_bytes_held(shards),
+        bytes_per_device=bytes_held(shards),
         collectives=sum(t.calls for t in traffic),
         traffic=traffic,
         kept_whole=kept,
