@@ -98,30 +98,34 @@ class Cut(nn.Module):
         self.how, self.up, self.down, self.drop = how, nn.Linear(6, 10), nn.Linear(10, 6), nn.Dropout(0.4)
 
     def forward(self, x):
-        hidden = self.up(x)
-        if self.how == "module":
-            hidden = self.drop(hidden)
-        elif self.how == "in place":
-            hidden = F.dropout(hidden * 1, 0.4, self.training, True)
-        elif self.how == "twice":
-            hidden = F.dropout(self.drop(torch.tanh(hidden)), p=0.2, training=self.training)
-        elif self.how == "keyword":
-            hidden = F.dropout(input=hidden, p=0.2, training=self.training)
-        elif self.how == "transposed":
-            hidden = F.dropout(hidden.transpose(0, 1), 0.4, self.training).transpose(0, 1)
-        elif self.how == "noise":
-            hidden = hidden + torch.randn_like(hidden)
-        elif self.how == "function":
-            hidden = torch.dropout(hidden, 0.3, self.training)
-        elif self.how == "partial":
+        hidden = KINDS[self.how](self, self.up(x))
+        if self.how == "partial":
             return self.drop(self.down(torch.tanh(hidden)))
         return self.down(torch.tanh(hidden))
 
 
+KINDS = {
+    "module": lambda m, h: m.drop(h),
+    "in place": lambda m, h: F.dropout(h * 1, 0.4, m.training, True),
+    "twice": lambda m, h: F.dropout(m.drop(torch.tanh(h)), p=0.2, training=m.training),
+    "keyword": lambda m, h: F.dropout(input=h, p=0.2, training=m.training),
+    "transposed": lambda m, h: F.dropout(h.transpose(0, 1), 0.4, m.training).transpose(0, 1),
+    "noise": lambda m, h: h + torch.randn_like(h),
+    "function": lambda m, h: torch.dropout(h, 0.3, m.training),
+    "alpha": lambda m, h: F.alpha_dropout(h, 0.3, m.training),
+    "alpha in place": lambda m, h: F.alpha_dropout(h * 1, 0.3, m.training, True),
+    "feature alpha": lambda m, h: F.feature_alpha_dropout(h, 0.3, m.training),
+    "feature": lambda m, h: F.dropout1d(h[..., None], 0.3, m.training)[..., 0],
+    "bernoulli": lambda m, h: h * torch.bernoulli(torch.sigmoid(h.detach())),
+    "bernoulli in place": lambda m, h: h * torch.empty_like(h).bernoulli_(torch.sigmoid(h.detach())),
+    "gumbel": lambda m, h: F.gumbel_softmax(h, 0.7, dim=0),
+    "hard gumbel": lambda m, h: F.gumbel_softmax(h, 0.7, hard=True, dim=0),
+    "partial": lambda m, h: h,
+}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    "how", ["module", "in place", "twice", "keyword", "transposed", "noise", "function", "partial"]
-)
+@pytest.mark.parametrize("how", KINDS)
 def test_random_calls_on_cut_units(how, ranks):
     reference = noisy(Cut(how).double().train())
     x = torch.randn(4, 6, dtype=torch.float64)
@@ -182,3 +186,84 @@ def test_the_plan_says_how_draws_lie_and_keeps_it_as_json():
     assert (draw.index, draw.function, draw.placement.kind) == (0, "scaled_dot_product_attention", "shard")
     assert [dim for dim, _ in draw.placement.dims] == [-3]
     assert tp.Plan.from_json(plan.to_json()).modules == plan.modules
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"is_causal": True},
+        {"scale": 0.3, "is_causal": True},
+        {"enable_gqa": True},
+        {"mask": "bool", "enable_gqa": True},
+        {"mask": "rows"},
+        {"mask": "float", "scale": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_attention_drops_what_it_drops_unsplit(how, ranks, dtype):
+    """The weights of heads that are cut, in every way to call torch's own attention."""
+    given = dict(how)
+    kind = given.pop("mask", None)
+    if kind is not None:
+        allowed = torch.rand(5, 5, generator=torch.Generator().manual_seed(2)) > 0.4
+        allowed[torch.arange(5), torch.arange(5)] = True
+        if kind == "rows":
+            allowed[2] = False
+        given["attn_mask"] = torch.randn(5, 5, dtype=dtype) if kind == "float" else allowed
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(6, 24), nn.Linear(6, 12), nn.Linear(6, 12)
+            self.out, self.heads, self.groups = nn.Linear(24, 6), 6, 3
+
+        def forward(self, x):
+            q, k, v = (
+                f(x).view(x.shape[0], x.shape[1], n, -1).transpose(1, 2)
+                for f, n in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
+            )
+            if not given.get("enable_gqa"):
+                k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+            found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, **given)
+            return self.out(found.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+
+    reference = noisy(Attention().to(dtype).train())
+    x = torch.randn(2, 5, 6, dtype=dtype)
+    plan = tp.make_plan(reference, ranks, {"x": x})
+    assert plan.tensors["q.weight"].is_cut
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, plan)
+    ends = []
+    for model in (reference, split):
+        torch.manual_seed(3)
+        out = model(x)
+        out.float().square().sum().backward()
+        ends.append((out, gradients(model), torch.get_rng_state()))
+    near = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    torch.testing.assert_close(ends[1][0], ends[0][0], rtol=near, atol=near)
+    assert torch.equal(ends[1][2], ends[0][2])
+    for name, theirs in ends[0][1].items():
+        largest = theirs.abs().max().clamp(min=1)
+        torch.testing.assert_close(ends[1][1][name] / largest, theirs / largest, rtol=near, atol=near, msg=name)
+
+
+def test_attention_refuses_a_mask_beside_is_causal_as_unsplit():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.causal = nn.Linear(6, 24), nn.Linear(24, 6), False
+
+        def forward(self, x):
+            h = self.up(x).view(2, 5, 6, 4).transpose(1, 2)
+            mask = torch.zeros(5, 5, dtype=x.dtype)
+            h = F.scaled_dot_product_attention(h, h, h, mask, 0.4, x.sum().item() > 0)
+            return self.down(h.transpose(1, 2).reshape(2, 5, 24))
+
+    reference = noisy(Attention().double().train())
+    split = tp.tensor_parallel(
+        copy.deepcopy(reference), ["cpu"] * 2, example_inputs=(-torch.ones(2, 5, 6, dtype=torch.float64),)
+    )
+    for model in (reference, split):
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
+            model(torch.ones(2, 5, 6, dtype=torch.float64))

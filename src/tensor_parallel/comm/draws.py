@@ -55,7 +55,10 @@ _BY_CHANCE = {F.scaled_dot_product_attention: (4, "dropout_p", 0.0)} | {
 }
 """Where and under which name the chance of dropping is given, and its default: 0 draws nothing."""
 
-_IN_TRAINING = {F.dropout: 2, F.dropout1d: 2, F.dropout2d: 2, F.dropout3d: 2, F.rrelu: 3}
+_IN_TRAINING: dict[Any, int] = {
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), 2),
+    F.rrelu: 3,
+}
 """Position of `training`, where it decides whether anything is drawn (its name is the same everywhere)."""
 
 _TRAINING_BY_DEFAULT = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d})

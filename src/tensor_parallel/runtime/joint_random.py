@@ -7,7 +7,8 @@ of them and does the rest in its own thread. Where nobody knows, tensors that ar
 numbers, and ranks whose tensors differ draw one after the other.
 
 The masks inside fused attention kernels of CUDA are no numbers that can be taken apart: there split heads draw one rank
-after the other.
+after the other. So do multinomial, binomial and recurrent nets on cut tensors: reproducible, but not the numbers of the
+unsplit model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from tensor_parallel.comm.draws import DRAWING, FILLING, Drawn, Layouts, argument, draws
-from tensor_parallel.comm.gather import whole_layouts
+from tensor_parallel.comm.gather import plan_gather, whole_layouts
 from tensor_parallel.comm.threads import ThreadGroup
 from tensor_parallel.errors import CollectiveError
 from tensor_parallel.layout import holds_nothing, take
@@ -87,7 +88,7 @@ def _draw_for_all(calls: list[_Call]) -> Sequence[Rest]:
         raise CollectiveError(
             f"the ranks draw random numbers differently: {names}; all must make the same random calls"
         )
-    parts = _parts(calls)
+    parts = _parts(calls) or _parts_of_results(calls)
     if parts is not None:
         return parts
     drawn = calls[0].drawn
@@ -129,7 +130,8 @@ def _parts(calls: Sequence[_Call]) -> list[Rest] | None:
     attention = func is F.scaled_dot_product_attention
     if drawn is None or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return None
-    if not (func in _DROPOUTS or func in _LIKE or func in FILLING or (attention and not tensors[0].is_cuda)):
+    known = func in _DROPOUTS or func in _LIKE or func in FILLING or func is F.gumbel_softmax
+    if not known and not (attention and not tensors[0].is_cuda):
         return None
     if func in FILLING and any(
         isinstance(value, torch.Tensor) for value in _flat((calls[0].args[1:], calls[0].kwargs))
@@ -147,6 +149,62 @@ def _parts(calls: Sequence[_Call]) -> list[Rest] | None:
     if any(tuple(part.shape) != shape for part, shape in zip(parts, shapes, strict=True)):
         return None
     return [_rest(call, part.to(call.tensor.device)) for call, part in zip(calls, parts, strict=True)]
+
+
+_BY_ELEMENT = frozenset(
+    {
+        *(F.alpha_dropout, torch.alpha_dropout, F.feature_alpha_dropout, torch.feature_alpha_dropout),
+        *(F.rrelu, torch.rrelu, torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.poisson),
+    }
+)
+"""What draws for each element by its value, or works more than a mask into it."""
+
+
+def _parts_of_results(calls: Sequence[_Call]) -> list[Rest] | None:
+    """As `_parts`, where the numbers depend on the values: the whole tensor is put together, the call made once, and
+    each rank gets its part of what came out, with each element's derivative for the gradient."""
+    call, drawn = calls[0], calls[0].drawn
+    if call.func not in _BY_ELEMENT or drawn is None or drawn.placement.kind != "shard":
+        return None
+    given = [[v for v in _flat((c.args, c.kwargs)) if isinstance(v, torch.Tensor)] for c in calls]
+    shapes = [tuple(c.tensor.shape) for c in calls]
+    if any(tensor.shape != c.tensor.shape for c, own in zip(calls, given, strict=True) for tensor in own):
+        return None
+    try:
+        plan = plan_gather(drawn.placement, drawn.cuts, shapes, tuple(c.tensor.device for c in calls))
+    except CollectiveError:  # a path that the plan was not made for
+        return None
+    cut = _cutter(drawn, shapes)
+    if cut is None:
+        return None
+    wholes = {
+        id(own[0]): plan.gather([tensor.detach() for tensor in own], own[0], own[0].device)
+        for own in zip(*given, strict=True)
+    }
+    whole = wholes[id(call.tensor)].requires_grad_(call.tensor.is_floating_point() and call.func not in FILLING)
+    args = tuple(wholes.get(id(value), value) for value in call.args)
+    kwargs = {name: wholes.get(id(value), value) for name, value in call.kwargs.items() if name != "inplace"}
+    unsaved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(unsaved, unsaved):
+        result, slope = call.func(*args, **kwargs), None
+        if result.requires_grad:
+            (slope,) = torch.autograd.grad(result.sum(), whole)
+    found = [(cut(result.detach(), rank), None if slope is None else cut(slope, rank)) for rank in range(len(calls))]
+    return [_result(c, *own) for c, own in zip(calls, found, strict=True)]
+
+
+def _result(call: _Call, value: torch.Tensor, slope: torch.Tensor | None) -> Rest:
+    tensor, value = call.tensor, value.to(call.tensor.device)
+
+    def rest() -> Any:
+        followed = slope is not None and tensor.requires_grad and torch.is_grad_enabled()
+        if call.func in FILLING or call.kwargs.get("inplace", False):
+            if not followed or slope is None:
+                return _fill(tensor, value)
+            return tensor.mul_(slope.to(tensor.device)).add_(value - tensor.detach())
+        return value + (tensor - tensor.detach()) * slope.to(tensor.device) if followed and slope is not None else value
+
+    return rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +245,8 @@ def _numbers(call: _Call, shape: tuple[int, ...], like: torch.Tensor) -> torch.T
         half = like.dtype in (torch.float16, torch.bfloat16)  # torch works these out in float32
         ones = torch.ones(shape, dtype=torch.float32 if half else like.dtype, device=like.device)
         return F.dropout(ones, argument(call.args, call.kwargs, 4, "dropout_p", 0.0), True)
+    if func is F.gumbel_softmax:
+        return like.new_empty(shape).exponential_().log().neg()
     rest, named = call.args[1:], {k: v for k, v in call.kwargs.items() if k not in ("input", "inplace")}
     whole = _empty_like(like, shape)
     if func in _DROPOUTS:
@@ -215,6 +275,8 @@ def _rest(call: _Call, part: torch.Tensor) -> Rest:
         return lambda: call.tensor * part
     if func in FILLING:
         return lambda: _fill(call.tensor, part)
+    if func is F.gumbel_softmax:
+        return lambda: _gumbel_softmax(part, *call.args, **call.kwargs)
     return lambda: part.clone().requires_grad_(bool(call.kwargs.get("requires_grad", False)))
 
 
@@ -238,6 +300,8 @@ def _attention(
     mask: half precision in float32, the scale's root on both sides, rows that are masked altogether giving zeros."""
     dtype, wide = query.dtype, mask.dtype
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     root = abs(factor) ** 0.5
     if enable_gqa:
@@ -254,6 +318,17 @@ def _attention(
         weights = torch._safe_softmax(weights + attn_mask, -1)
     output: torch.Tensor = ((weights * mask) @ value).to(dtype)
     return output
+
+
+def _gumbel_softmax(
+    noise: torch.Tensor, logits: torch.Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """What torch's own computes, for given noise."""
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    chosen = soft.max(dim, keepdim=True)[1]
+    return torch.zeros_like(logits).scatter_(dim, chosen, 1.0) - soft.detach() + soft
 
 
 # --- without a layout ----------------------------------------------------------------------------------------------
