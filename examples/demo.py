@@ -71,7 +71,8 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Split SmolLM2-135M over N devices and prove that nothing changed.")
-    parser.add_argument("--ranks", type=int, default=int(os.environ.get("N") or 2), help="devices (default: $N or 2)")
+    # As text: argparse then checks it as it checks an argument.
+    parser.add_argument("--ranks", type=int, default=os.environ.get("N") or "2", help="devices (default: $N or 2)")
     parser.add_argument("--question", default=os.environ.get("Q") or QUESTION, help="default: $Q, or one of its own")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer, in tokens")
     arguments = parser.parse_args()

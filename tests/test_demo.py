@@ -73,7 +73,9 @@ def test_another_token_is_named_and_forgiven_only_where_the_two_best_tie(
     assert demo._proof(demo.Answer(unsplit.tokens, tied), demo.Answer(tokens, tied), 6, 1e-4) == 0
 
 
-def test_devices_and_options(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_options(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert demo._devices(3) == ["cpu"] * 3 or torch.cuda.is_available()
     monkeypatch.setattr(sys, "argv", ["demo.py"])
     monkeypatch.setenv("N", "4")
@@ -83,3 +85,8 @@ def test_devices_and_options(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["demo.py", "--ranks", "0"])
     with pytest.raises(SystemExit):
         demo._arguments()
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    monkeypatch.setenv("N", "abc")
+    with pytest.raises(SystemExit):
+        demo._arguments()
+    assert "invalid int value: 'abc'" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tensor_parallel import planner
 from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError, TraceError
 from tensor_parallel.plan import Plan, resolve
 from tensor_parallel.plan.check import check_plan
-from tensor_parallel.plan.table import bytes_text
+from tensor_parallel.plan.table import bytes_text, counted
 from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
@@ -99,10 +99,10 @@ def _log_plan(plan: Plan, name: str, seconds: float) -> None:
     total, cut = sum(t.nbytes for t in parameters), sum(t.nbytes for t in parameters if t.is_cut)
     met = {op: sum(t.calls for t in plan.traffic if t.op == op) for op in ("all_reduce", "all_gather")}
     log.info(
-        "planned %s in %.2f s for %d ranks from %s: %.0f%% of %s of parameters split, by %d factors; one forward has "
-        "%d all-reduces and %d all-gathers",
-        *(name, seconds, plan.world_size, "; ".join(plan.paths) or "its layers one by one"),
-        *(100 * cut / max(total, 1), bytes_text(total), len(plan.factors), met["all_reduce"], met["all_gather"]),
+        "planned %s in %.2f s for %s from %s: %.0f%% of %s of parameters split, by %s; one forward has %s and %s",
+        *(name, seconds, counted(plan.world_size, "rank"), "; ".join(plan.paths) or "its layers one by one"),
+        *(100 * cut / max(total, 1), bytes_text(total), counted(len(plan.factors), "factor")),
+        *(counted(met["all_reduce"], "all-reduce"), counted(met["all_gather"], "all-gather")),
     )
     for tensor in plan.tensors.values():
         if not tensor.is_cut:

@@ -192,7 +192,9 @@ def as_device(given: Device) -> torch.device:
     try:
         device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     except (RuntimeError, ValueError) as error:
-        raise DeviceError(f"unknown device {given!r}: {error}") from None
+        raise DeviceError(
+            f"unknown device {given!r}; give 'cpu', 'cuda:0', or another kind that torch knows"
+        ) from error
     if device.type == "cpu":
         return torch.device("cpu")
     _check_exists(device)
@@ -210,7 +212,11 @@ def _check_exists(device: torch.device) -> None:
         return
     try:
         made = torch.empty(1, device=device)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise DeviceError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+        here = ["cpu", *([f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"] if torch.cuda.device_count() else [])]
+        raise DeviceError(
+            f"device {device} cannot be used: this torch or this machine has no {device.type} backend; there is "
+            f"{' and '.join(here)}"
+        ) from error
     if made.is_meta:
         raise DeviceError("a model cannot run on the meta device; name the devices that it shall run on")

@@ -139,3 +139,19 @@ def test_one_device_is_the_same_wrapper():
     plain = tp.tensor_parallel(noisy(Mlp().double()), ["cpu"], example_inputs=Mlp().double().inputs())
     assert isinstance(plain, tp.TensorParallel)
     assert isinstance(plain, Mlp)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "privateuseone", "hpu"])
+def test_a_backend_that_is_not_there_is_named(device):
+    if getattr(getattr(torch, device.partition(":")[0], None), "is_available", lambda: False)():
+        pytest.skip("it is there")
+    with pytest.raises(tp.DeviceError, match=r"cannot be used: .* has no .* backend; there is cpu") as caught:
+        tp.tensor_parallel(nn.Linear(4, 4), [device] * 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_array_among_the_examples_is_described_and_cured():
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(tp.TraceError, match=r"ndarray of float64\[300, 4\] \(no tensor: torch.from_numpy") as caught:
+        tp.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), ["cpu"] * 2, example_inputs=(numpy.ones((300, 4)),))
+    assert len(str(caught.value)) < 500

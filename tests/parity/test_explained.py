@@ -22,7 +22,7 @@ def test_the_log_says_what_was_planned_and_why(caplog):
         tp.tensor_parallel(build("llama"), ["cpu"] * 2)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     (planned,) = [text for text in said if text.startswith("planned LlamaForCausalLM")]
-    assert "5 all-reduces and 1 all-gathers" in planned
+    assert "5 all-reduces and 1 all-gather" in planned
     assert "2 ranks" in planned
     assert any(text.startswith("split LlamaForCausalLM over cpu, cpu") for text in said)
     assert any("norm.weight stays whole" in record.getMessage() for record in caplog.records)

@@ -40,7 +40,9 @@ def test_a_right_split_passes(gpt):
     assert found.failures == []
     kinds = {check.what: sum(c.what == check.what for c in found.checks) for check in found.checks}
     parameters = len(list(model.parameters()))
-    assert kinds == {"output": 1, "gradient": parameters, "gradient norm": 1, "step": parameters}
+    state = len(model.state_dict())
+    assert kinds == {"output": 1, "gradient": parameters, "state": state, "gradient norm": 1, "step": parameters}
+    assert found.where == ""
     assert all(check.tolerance == 1e-9 for check in found.checks)
     name, difference = found.worst
     assert difference < 1e-9
@@ -70,6 +72,22 @@ def test_a_wrong_element_is_found_in_outputs_gradients_and_steps(gpt):
     assert "DIFFERS" in str(found)
     with pytest.raises(tp.VerificationError, match=r"first: output output.*worst: "):
         tp.verify(split, model, model.inputs(), raise_on_failure=True)
+
+
+def test_the_first_module_that_differs_is_named(gpt):
+    model, split = gpt
+    spoil(split, "h.1.c_proj.bias", lambda t: t.view(-1)[0].add_(1e-6))
+    found = tp.verify(split, model, model.inputs())
+    assert found.where == "the first module whose output differs is h.1.c_proj"
+    assert found.where in str(found)
+    assert {check.name for check in found.failures if check.what == "state"} == {"h.1.c_proj.bias"}
+
+
+def test_a_state_that_would_be_saved_otherwise_is_found(gpt):
+    model, split = gpt
+    split.register_buffer("extra", torch.ones(2))
+    found = tp.verify(split, model, model.inputs(), step=False)
+    assert [(c.what, c.name, c.note) for c in found.failures] == [("state", "extra", "only the split model has it")]
 
 
 def test_in_float32_a_wrong_bias_is_not_taken_for_noise():

@@ -35,6 +35,11 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.1f} GB"
 
 
+def counted(count: int, noun: str) -> str:
+    """1 -> "1 rank", 2 -> "2 ranks"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 # ------------------------------------------------------------------------------ folding
 
 
@@ -186,8 +191,8 @@ def _share_text(factor: Factor, ranges: Ranges) -> str:
         f"{start}-{stop - 1}" if stop - start > 1 else str(start) if start < stop else "none" for start, stop in ranges
     ]
     if all(share == (0, factor.units) for share in ranges):
-        return f"Over {len(ranges)} ranks, every rank has all {factor.units} units of {factor.name}."
-    return f"Over {len(ranges)} ranks, units of {factor.name} by rank: {'; '.join(shares)}."
+        return f"Over {counted(len(ranges), 'rank')}, every rank has all {factor.units} units of {factor.name}."
+    return f"Over {counted(len(ranges), 'rank')}, units of {factor.name} by rank: {'; '.join(shares)}."
 
 
 def _tensor_sentences(key: str, name: str, plan: Plan) -> list[str]:

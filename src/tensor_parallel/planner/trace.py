@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -383,7 +384,10 @@ def _described(examples: Sequence[Any]) -> str:
             return "{" + ", ".join(f"{k}: {described(v)}" for k, v in item.items()) + "}"
         if isinstance(item, (tuple, list)):
             return "(" + ", ".join(described(v) for v in item) + ")"
-        return repr(item)
+        if hasattr(item, "__array__"):
+            facts = f"{getattr(item, 'dtype', '?')}{list(getattr(item, 'shape', []))}"
+            return f"{type(item).__name__} of {facts} (no tensor: torch.from_numpy makes it one)"
+        return textwrap.shorten(repr(item), 80)
 
     return "; ".join(described(e) for e in examples)
 

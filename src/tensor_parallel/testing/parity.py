@@ -11,19 +11,9 @@ from torch import nn
 from tensor_parallel.layout import holders
 from tensor_parallel.shard import ModelShards, shards_of
 from tensor_parallel.state import full_state_dict
-from tensor_parallel.verify.compare import (
-    EXACT,
-    NOISE_FACTOR,
-    Check,
-    Run,
-    compare_runs,
-    compare_tensors,
-    describe,
-    forward_backward,
-    plain_gradients,
-    rounding_of_sums,
-    whole_gradients,
-)
+from tensor_parallel.verify.checks import Check, compare_tensors, describe
+from tensor_parallel.verify.compare import EXACT, NOISE_FACTOR, compare_runs, rounding_of_sums
+from tensor_parallel.verify.runs import Run, forward_backward, plain_gradients, whole_gradients
 from tensor_parallel.verify.values import Inputs
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tensor_parallel.layout import Cuts, TensorLayout
 from tensor_parallel.plan import Plan, TensorPlan, Traffic
-from tensor_parallel.plan.table import bytes_text, fold, plan_table, render
+from tensor_parallel.plan.table import bytes_text, counted, fold, plan_table, render
 from tensor_parallel.shard import ModelShards, bytes_held, shards_of
 
 
@@ -41,8 +41,9 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         title = (
-            f"{len(self.devices)} ranks: {self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
-            f"{self.gathered_fraction:.1%} split and gathered layer by layer, {self.collectives} collectives a forward"
+            f"{counted(len(self.devices), 'rank')}: {self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
+            f"{self.gathered_fraction:.1%} split and gathered layer by layer, "
+            f"{counted(self.collectives, 'collective')} a forward"
         )
         held = Table()
         for column in ("rank", "device", "parameters held", "of the model"):
@@ -96,7 +97,7 @@ def _why_whole(tensor: TensorPlan, world_size: int) -> str:
     if not tensor.is_cut:
         return tensor.reason or "nothing cuts it"
     named = ", ".join(tensor.layout.factors)
-    return f"{named}: too few units for {world_size} ranks, so that one rank holds all of them"
+    return f"{named}: too few units for {counted(world_size, 'rank')}, so that one rank holds all of them"
 
 
 def _parameter_bytes(shards: ModelShards, key: str) -> int:
