@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from families import build, padded
+from torch import nn
 
 import tensor_parallel as tp
 from tensor_parallel.testing import Mlp, assert_parity, noisy

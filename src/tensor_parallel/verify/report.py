@@ -41,7 +41,8 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         title = (
-            f"{counted(len(self.devices), 'rank')}: {self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
+            f"{counted(len(self.devices), 'rank')}: "
+            f"{self.split_fraction:.1%} of {bytes_text(self.parameter_bytes)} split, "
             f"{self.gathered_fraction:.1%} split and gathered layer by layer, "
             f"{counted(self.collectives, 'collective')} a forward"
         )
