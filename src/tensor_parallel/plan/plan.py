@@ -138,6 +138,7 @@ class ModulePlan:
 
     inputs and outputs list each tensor that is not replicated on both sides; what is not listed is replicated.
     last: with its output the ranks have met for the last time in the traced forwards.
+    calls: of the root, where a module is `last`: the modules that its own code calls.
     """
 
     inputs: tuple[Boundary, ...] = ()
@@ -147,6 +148,7 @@ class ModulePlan:
     call_sites: tuple[CallSite, ...] = ()
     draws: tuple[Draw, ...] = ()
     last: bool = False
+    calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,7 @@ _module = _record(
         "call_sites": _tuple_of(_call_site),
         "draws": _tuple_of(_draw),
         "last": _Node.flag,
+        "calls": _tuple_of(_Node.text),
     },
 )
 _tensor = _record(

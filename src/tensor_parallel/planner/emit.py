@@ -248,6 +248,7 @@ class _Emitter:
                 tuple(sites.get(name, ())),
                 draws.get(name, ()),
                 name == last,
+                self._called_by_root() if last is not None and not name else (),
             )
             if plan != ModulePlan():
                 found[name] = plan
@@ -267,6 +268,11 @@ class _Emitter:
                 return None
             names.add(last.name)
         return names.pop() if len(names) == 1 else None
+
+    def _called_by_root(self) -> tuple[str, ...]:
+        trace = self.graph.trace
+        roots = {root.index for root in trace.roots()}
+        return tuple(dict.fromkeys(call.name for call in trace.module_calls if call.parent in roots))
 
     def _gathers(self, call: ModuleCall) -> bool:
         return any(self.places.get((call.name, "out", path), (None, ""))[1] == "all_gather" for path in call.outputs)

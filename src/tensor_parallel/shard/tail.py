@@ -6,9 +6,7 @@ with it; where it is done they leave the forward by an exception, for nobody loo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import nn
 from tensor_parallel.layout import Placement
 from tensor_parallel.shard.borders import Convert, RankView
 from tensor_parallel.shard.hooks import opaque
-from tensor_parallel.shard.shards import slot_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -27,8 +24,8 @@ class Done(BaseException):
 
 
 class Tail:
-    """Whether the run under way ends so, and the objects that modules gave on the way, by rank: the caches among them
-    belong together, and the other ranks return none."""
+    """Whether the run under way ends so, and the objects that modules got and gave on the way, by rank: the caches
+    among them belong together, and the other ranks return none."""
 
     def __init__(self, world_size: int) -> None:
         self.on = False
@@ -40,7 +37,7 @@ class Tail:
         self.on = True
 
     def end(self) -> list[list[Any]]:
-        """What modules gave, by rank; nothing is kept."""
+        """What modules got and gave, by rank; nothing is kept."""
         self.on = False
         given, self.given = self.given, [[] for _ in self.given]
         return given
@@ -52,7 +49,6 @@ class Tail:
         def leave(tensor: torch.Tensor) -> torch.Tensor:
             if not self.on or self.in_regions[view.rank]:
                 return gather(tensor)
-            self.given[view.rank].append(_objects_of_root())
             own = group.stand_by(group.gather_first(tensor, placement, view.cuts))
             if own is None:
                 raise Done
@@ -61,31 +57,16 @@ class Tail:
         return leave
 
     def noting(self, rank: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a child of the root, noting the objects in its output."""
+        """The forward of a module that the root's own code calls, noting the objects that it gets and gives: a cache
+        that the root made is of use to nobody else."""
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
+        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = forward(module, *args, **kwargs)
             if self.on:
-                self.given[rank].append(opaque(output))
+                self.given[rank].append(opaque((args, kwargs, output)))
             return output
 
         return noted
-
-
-def _objects_of_root() -> dict[str, Any]:
-    """The objects that the root's own forward, which is under way, holds in its variables: a cache that it made."""
-    found: dict[str, Any] = {}
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        slot = slot_of(own) if isinstance(own := frame.f_locals.get("self"), nn.Module) else None
-        if slot is not None and slot.name == "":
-            for name, value in frame.f_locals.items():
-                objects = {path: leaf for path, leaf in opaque(value).items() if not isinstance(leaf, nn.Module)}
-                found.setdefault(name, objects)
-        elif found:
-            break
-        frame = frame.f_back
-    return found
 
 
 def follow_plain_attributes(root: nn.Module, peers: list[nn.Module]) -> None:

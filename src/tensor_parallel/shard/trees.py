@@ -272,6 +272,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     if last is not None and shards.world_size > 1:
         shards.tail = Tail(shards.world_size)
     tail = shards.tail
+    called_by_root = set(shards.resolved.plan.modules.get("", NO_PLAN).calls)
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
     for path, child in list(module.named_modules()):
@@ -289,7 +290,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             last = tail.exit if tail is not None and plan.last else None
             slot.inside = compile_borders(plan, own, signature, view, "inside", last)
-            if tail is not None and path and "." not in path:
+            if tail is not None and path in called_by_root:
                 slot.own_forward = tail.noting(rank, slot.own_forward)
             slot.outside = compile_borders(plan, own, signature, view, "outside")
             slot.draws = {draw.index: draw for draw in plan.draws}
