@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 from tensor_parallel.errors import PlanError
 from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan
-from tensor_parallel.shard.shards import Counterparts, ModelShards, Slot
+from tensor_parallel.shard.shards import Counterparts, ModelShards, Slot, survey_of
 from tensor_parallel.shard.values import leaves, map_leaves
 
 
@@ -38,6 +38,9 @@ def watch(shards: ModelShards, spare: bool) -> None:
     spare: what modules give beside what others read is wanted too.
     """
     everywhere = torch_modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+    survey = survey_of(shards)
+    if survey is not None and not survey.hooks_changed(everywhere, spare):
+        return
     found = set(shards.spare) if spare else set()
     for name, reference in shards.visible.items():
         module = reference()

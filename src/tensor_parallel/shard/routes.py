@@ -51,7 +51,7 @@ class Routes:
     def _follow(self, name: str, value: Any, depth: int, seen: set[int]) -> None:
         if depth and id(value) not in seen and _holds_settings(value):
             seen.add(id(value))
-            self._objects.append((name, value))
+            self._objects.append((name, _container(value)))
             for field, inner in _content(value):
                 self._follow(f"{name}.{field}", inner, depth - 1, seen)
 
@@ -73,16 +73,11 @@ class Routes:
 
     def settle(self) -> None:
         """After a run: what the model's own code wrote into its objects is no change."""
-        for index, (_, held) in enumerate(self._objects):
-            if _differs(held, self._contents[index]):
-                self._contents[index] = _glance(held)
+        self._contents = [_glance(held) for _, held in self._objects]
 
     def stale(self) -> bool:
         """Whether anything was set since the last run; `differences` tells whether it matters."""
-        if self._changed:
-            return True
-        pairs = zip(self._objects, self._contents, strict=True)
-        return any(_differs(held, before) for (_, held), before in pairs)
+        return bool(self._changed) or [_glance(held) for _, held in self._objects] != self._contents
 
     def differences(self) -> list[str]:
         """In words, what was set to another value than it had when the plan was made. Asked again, only what was set
@@ -93,9 +88,10 @@ class Routes:
             if module is not None:
                 found += self._compared(name, attribute, _value(module, attribute))
         for (name, held), before in zip(self._objects, self._contents, strict=True):
-            if _differs(held, before):
+            if _glance(held) != before:
                 content = {str(field): value for field, value in _content(held)}
-                for field in dict.fromkeys([*map(str, before), *content]):
+                known = [field for owner, field in self._planned if owner == name]
+                for field in dict.fromkeys([*known, *content]):
                     found += self._compared(name, field, content.get(field, _MISSING))
         self._changed.clear()
         self.settle()
@@ -204,27 +200,24 @@ def _holds_settings(value: Any) -> bool:
     return not any(isinstance(item, (torch.Tensor, nn.Module)) for item in content.values())
 
 
+def _container(held: Any) -> Any:
+    """What is to be looked at: of an object its own dict, past what its class makes of reading attributes."""
+    return held if isinstance(held, (list, dict, set)) else vars(held)
+
+
 def _content(held: Any) -> Iterable[tuple[Any, Any]]:
     """What an object holds, by field, key or place."""
-    if isinstance(held, list):
-        return enumerate(held)
-    if isinstance(held, dict):
-        return held.items()
-    if isinstance(held, set):
-        return ((item, item) for item in held)
-    return vars(held).items()  # type: ignore[no-any-return]
+    container = _container(held)
+    if isinstance(container, list):
+        return enumerate(container)
+    if isinstance(container, set):
+        return ((item, item) for item in container)
+    found: Iterable[tuple[Any, Any]] = container.items()
+    return found
 
 
-def _glance(held: Any) -> dict[Any, Any]:
-    """By field a simple value, or another's address: enough to see that something was put in its place."""
-    return {field: value if isinstance(value, _SIMPLE) else id(value) for field, value in _content(held)}
-
-
-def _differs(held: Any, before: Mapping[Any, Any]) -> bool:
-    count = 0
-    for field, value in _content(held):
-        count += 1
-        known = before.get(field, _MISSING)
-        if known is not value and known != id(value):
-            return True
-    return count != len(before)
+def _glance(container: Any) -> Any:
+    """Enough to see whether something else was put into a container: addresses, in order."""
+    if isinstance(container, dict):
+        return list(container), list(map(id, container.values()))
+    return list(map(id, container))

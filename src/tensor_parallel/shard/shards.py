@@ -19,10 +19,10 @@ from tensor_parallel.layout import Cuts
 from tensor_parallel.plan import Draw, ResolvedPlan
 from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.routes import Routes
+from tensor_parallel.shard.survey import Survey
 from tensor_parallel.shard.team import Team
 
 Tensors = dict[str, torch.Tensor | None]
-Structure = tuple[tuple[int, ...], tuple[int, ...]]
 Leaves = dict[int, dict[int, nn.Parameter]]
 """The leaves of the other ranks, by the id of rank 0's and by their owner."""
 Counterparts = dict[int, list[Any]]
@@ -90,6 +90,7 @@ class ModelShards:
     gathered: the items of outputs ("hidden_states") that the plan takes up as parts, and gathers.
     counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
         forward is asked for.
+    assigned: ids of the parameters that stand in modules by the split or by assignment.
     lock: runs take turns.
     """
 
@@ -114,7 +115,6 @@ class ModelShards:
     tail: Any = None
     counterparts: Counterparts | None = None
     own_call: str | None = None
-    structure: dict[str, Structure] = field(default_factory=dict)
     routes: Routes = field(init=False)
     retired: bool = False
     assigned: set[int] = field(default_factory=set)
@@ -324,7 +324,7 @@ class DrawScope:
 class Slot:
     """What one module of one rank's tree knows about the split; kept in its `__dict__`.
 
-    A visible module's slot keeps the split model's data alive; a hidden one's refers to it weakly.
+    A visible module's slot keeps the split model's data alive; a hidden one's refers to it weakly.  survey: the root's.
     """
 
     __slots__ = (
@@ -339,6 +339,7 @@ class Slot:
         "own_forward",
         "rank",
         "rank_here",
+        "survey",
         "watched",
     )
 
@@ -355,6 +356,7 @@ class Slot:
         self.watched = False
         self.draws: Mapping[int, Draw] = {}
         self.loading = False
+        self.survey: Survey | None = None
 
     @property
     def shards(self) -> ModelShards:
@@ -383,6 +385,12 @@ def shards_of(model: nn.Module) -> ModelShards:
     if slot is None:
         raise TensorParallelError(f"{type(model).__name__} is not split; split it with tp.tensor_parallel first")
     return slot.shards
+
+
+def survey_of(shards: ModelShards) -> Survey | None:
+    """The visible tree's survey, None where the model is gone and an inner module of it runs on."""
+    root = shards.visible[""]()
+    return None if root is None else root.__dict__["_tp_slot"].survey
 
 
 def plain_name(name: str) -> str:

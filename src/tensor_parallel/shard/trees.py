@@ -32,9 +32,9 @@ from tensor_parallel.shard.shards import (
     slot_of,
 )
 from tensor_parallel.shard.sizes import local_forward, local_methods, localise_sizes
+from tensor_parallel.shard.survey import Survey
 from tensor_parallel.shard.tail import Tail
 from tensor_parallel.shard.team import Team
-from tensor_parallel.shard.unsplit import structure_of
 
 NO_PLAN = ModulePlan()
 
@@ -301,7 +301,8 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             own.__dict__["_tp_slot"] = slot
             localise_sizes(own, classes[key], plan, rank, shards)
         _register_parts(child, shards)
-        shards.structure[path] = structure_of(child)
+        shards.assigned.update(map(id, child._parameters.values()))
+    module.__dict__["_tp_slot"].survey = Survey(module)
     shards.routes = Routes(module, shards.resolved.plan.reads)
 
 

@@ -13,14 +13,9 @@ from torch import nn
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.pieces import MARK
-from tensor_parallel.shard.shards import Leaves, ModelShards, Structure, shards_of, slot_of
+from tensor_parallel.shard.shards import Leaves, ModelShards, shards_of, slot_of, survey_of
 
 _T = TypeVar("_T")
-
-
-def structure_of(module: nn.Module) -> Structure:
-    """(children, parameters) of one module, by identity."""
-    return tuple(map(id, module._modules.values())), tuple(map(id, module._parameters.values()))
 
 
 def kinds_of(root: nn.Module) -> dict[str, Any]:
@@ -34,25 +29,18 @@ def kinds_of(root: nn.Module) -> dict[str, Any]:
 
 
 def _is_stale(shards: ModelShards) -> bool:
-    """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth."""
-    gone = shards.visible[""]() is None
-    for name, known in shards.structure.items():
-        module = shards.visible[name]()
-        if module is None:
-            if not gone:  # where the model is gone, what is left of it runs on as it was
-                return True
-        elif structure_of(module) != known:
-            return True
-    return False
+    """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth.
+    Where the model is gone, what is left of it runs on as it was."""
+    survey = survey_of(shards)
+    return survey is not None and survey.is_stale()
 
 
 def _refuse_exchanged(shards: ModelShards) -> None:
     """Raise where parameters were put in place past the modules: they may be somebody else's, for one call."""
-    known = {parameter for _, parameters in shards.structure.values() for parameter in parameters} | shards.assigned
     for name, reference in shards.visible.items():
         module = reference()
         for own, parameter in module._parameters.items() if module is not None else ():
-            if parameter is not None and id(parameter) not in known:
+            if parameter is not None and id(parameter) not in shards.assigned:
                 raise NotImplementedError(
                     f"parameter {own!r} of {name or 'the model'} was exchanged for the time of a call, as "
                     "torch.func.functional_call does: a split model cannot run with whole tensors in place of its "
