@@ -91,9 +91,20 @@ def spare_modules(modules: Mapping[str, ModulePlan]) -> frozenset[str]:
     return frozenset(name for name in found if not any(other.startswith(f"{name}.") for other in found))
 
 
-def check_replicas(name: str, outputs: Sequence[Any]) -> None:
-    """Raise PlanError where the ranks' outputs differ that should be the same: the call took a path that the plan was
-    not made for, and rank 0's part would be taken for the whole."""
+_NOT_PLANNED = (
+    'the plan was not made for this call. For attention weights load the model with attn_implementation="eager" before '
+    "the split; where that is not enough, split with example_inputs that take this path, such as "
+    "{'input_ids': ids, 'output_attentions': True}"
+)
+BY_HAND = (
+    "the rules of the tp.Config leave a part of it on each rank. An output rule ('gather DIM' or 'sum') at this module "
+    "or at the one around it that is called, makes it whole"
+)
+
+
+def check_replicas(name: str, outputs: Sequence[Any], why: str = _NOT_PLANNED) -> None:
+    """Raise PlanError where the ranks' outputs differ that should be the same: rank 0's part would be taken for the
+    whole."""
     others = [dict(leaves(output)) for output in outputs[1:]]
     for path, tensor in leaves(outputs[0]):
         if not isinstance(tensor, torch.Tensor):
@@ -102,12 +113,7 @@ def check_replicas(name: str, outputs: Sequence[Any]) -> None:
             twin = other.get(path)
             if not isinstance(twin, torch.Tensor) or not _alike(tensor.detach(), twin.detach()):
                 where = ".".join(map(str, path)) or "itself"
-                raise PlanError(
-                    f"the output {where} of {name or 'the model'} is not the same on all ranks: the plan was not made "
-                    'for this call. For attention weights load the model with attn_implementation="eager" before the '
-                    "split; where that is not enough, split with example_inputs that take this path, such as "
-                    "{'input_ids': ids, 'output_attentions': True}"
-                )
+                raise PlanError(f"the output {where} of {name or 'the model'} is not the same on all ranks: {why}")
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:

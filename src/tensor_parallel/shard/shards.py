@@ -100,6 +100,8 @@ class ModelShards:
     counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
         forward is asked for.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
+    delayed: the devices that the parts go to at the first call.
+    by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     lock: runs take turns.
     """
 
@@ -128,8 +130,11 @@ class ModelShards:
     routes: Routes = field(init=False)
     retired: bool = False
     assigned: set[int] = field(default_factory=set)
+    by_hand: bool = False
+    proven: set[str] = field(default_factory=set)
     replan: Any = None
-    again: Callable[[nn.Module, Leaves, Sequence[str]], None] | None = None
+    again: Callable[[nn.Module, Leaves, Sequence[str], Any], None] | None = None
+    delayed: Any = None
     training: bool | None = None
     draws: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
