@@ -335,3 +335,17 @@ def test_state_actions_undo_what_they_do(action):
     torch.testing.assert_close(action.undo(parts), whole)
     assert isinstance(action, tp.StateAction)
     assert tp.state_actions.Split is Split
+
+
+def test_hooks_at_modules_that_get_parts_are_refused_and_elsewhere_see_the_whole():
+    reference, split = packed(), tp.tensor_parallel(packed(), ["cpu"] * 3, tp.Config(**packed_rules(3)))
+    seen = []
+    for model in (reference, split):
+        model.attn.register_forward_hook(lambda module, args, output: seen.append(output) or output * 2)
+    torch.testing.assert_close(split(IDS), reference(IDS), atol=1e-12, rtol=0)
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-12, rtol=0)
+    handle = split.down.register_forward_hook(lambda *_: None)
+    with pytest.raises(tp.PlanError, match=r"down has a hook .* not the same on all ranks"):
+        split(IDS)
+    handle.remove()
+    torch.testing.assert_close(split(IDS), reference(IDS), atol=1e-12, rtol=0)

@@ -67,6 +67,8 @@ def run_own_hooks(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
     """One rank's call of a module at which user code, or a recorder that is switched on, sees whole values."""
     shards, rank = slot.shards, slot.rank
+    if shards.by_hand:
+        _refuse_parts(slot, (args, kwargs))
     if slot.around is not None:
         args, kwargs, _ = slot.around.enter(args, kwargs)
 
@@ -83,6 +85,20 @@ def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
     if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
         result = copy.copy(result)  # the user's code may have kept it, and what is cut below is for this rank
     return slot.around.leave(result, None)
+
+
+def _refuse_parts(slot: Slot, given: Any) -> None:
+    """Raise PlanError where rules by hand leave a part on each rank of what a module with user code gets: nobody knows
+    how to make it whole."""
+    group = slot.shards.team.groups[slot.rank]
+    first = dict(leaves(group.broadcast_object(given)))
+    for path, tensor in leaves(given):
+        if isinstance(tensor, torch.Tensor) and not _alike(first[path].detach(), tensor.detach()):
+            raise PlanError(
+                f"{slot.name} has a hook or a patched forward, and what it gets is not the same on all ranks: the "
+                "rules of the tp.Config leave a part of it on each; put the hook at a module that gets whole tensors, "
+                "or leave the rules out: a plan that is found by itself shows hooks whole tensors everywhere"
+            )
 
 
 def spare_modules(modules: Mapping[str, ModulePlan]) -> frozenset[str]:
