@@ -22,8 +22,10 @@ from torch.utils.checkpoint import CheckpointError
 from tensor_parallel.checkpoint_entry import handled_by
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.shards import ModelShards
+from tensor_parallel.shard.transforms import refuse_transforms
 
 Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""Shape, dtype and device of a tensor."""
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -43,8 +45,10 @@ class _SaveInputs(torch.autograd.Function):
 class _Part:
     """One rank's part of a region.
 
-    inputs: the arguments, None where a tensor is kept by `keeper`.  facts: shape, dtype, device of each saved tensor.
-    found: saved tensors that were recomputed and not taken yet, by place.  counts: calls of modules before the region.
+    keeper: the node that saved the tensors among the arguments.  inputs: the positional arguments, _KEPT in place of
+    each such tensor.  autocast: (device type, on, dtype) and device: the default one, as they were.
+    counts: calls of modules before the region.  facts: of each saved tensor.
+    found: saved tensors that were recomputed and not taken yet, by place.
     """
 
     function: Callable[..., Any]
@@ -59,7 +63,7 @@ class _Part:
 
     def arguments(self) -> list[Any]:
         """The region's arguments, cut off from the graph before it."""
-        saved = iter(self.keeper.saved_tensors) if self.keeper is not None else iter(())
+        saved = iter(self.keeper.saved_tensors)
         return [_cut_off(next(saved)) if item is _KEPT else item for item in self.inputs]
 
 
@@ -140,6 +144,7 @@ class Region:
             return self._parts[rank].found.pop(index)
 
     def _recompute(self) -> None:
+        refuse_transforms("", recomputing=True)
         shards = self._shards
         arguments = [self._parts[rank].arguments() for rank in range(shards.world_size)]
         with torch.enable_grad(), ExitStack() as stack:

@@ -123,13 +123,13 @@ def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any
         return shards.team.run(work)
     if shards.is_training():
         return shards.team.run(work, joint_random=shards.draw_layout)
-    known = shards.draws.get(name)
+    known = shards.seen_drawing.get(name)
     if known is not None:
         return shards.team.run(work, joint_random=shards.draw_layout if known else False)
     before = random_states(shards.devices)
     outputs = shards.team.run(work, joint_random=shards.draw_layout)
     after = random_states(shards.devices)
-    shards.draws[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    shards.seen_drawing[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return outputs
 
 

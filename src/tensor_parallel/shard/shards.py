@@ -91,6 +91,7 @@ class ModelShards:
     counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
         forward is asked for.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
+    seen_drawing: by module, whether its first call from outside, not in training, made random calls.
     lock: runs take turns.
     """
 
@@ -121,7 +122,7 @@ class ModelShards:
     replan: Any = None
     again: Callable[[nn.Module, Leaves, Sequence[str]], None] | None = None
     training: bool | None = None
-    draws: dict[str, bool] = field(default_factory=dict)
+    seen_drawing: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
