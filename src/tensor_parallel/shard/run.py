@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
 from tensor_parallel.shard.transforms import refuse_proxy, refuse_transforms
 from tensor_parallel.shard.unsplit import follow_changes
-from tensor_parallel.shard.values import leaves, map_leaves
+from tensor_parallel.shard.values import distinct_leaves, map_leaves
 
 
 def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,35 +149,32 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     own: dict[int, list[Any]] = {}
     known = shards.counterparts if shards.team.acts_as_caller() else None
     differentiable: dict[int, torch.Tensor] = {}
-    for _, leaf in leaves(value):
-        if id(leaf) in own or id(leaf) in differentiable:
-            continue
+    for marker, leaf in distinct_leaves(value).items():
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad and torch.is_grad_enabled():
-                differentiable[id(leaf)] = leaf
+                differentiable[marker] = leaf
             else:
-                own[id(leaf)] = _copies(leaf, shards.devices)
-        elif known is not None and id(leaf) in known:
-            own[id(leaf)] = known[id(leaf)]
-        elif not isinstance(leaf, (str, int, float, bool, type(None))):
+                own[marker] = _copies(leaf, shards.devices)
+        elif known is not None and marker in known:
+            own[marker] = known[marker]
+        elif not isinstance(leaf, (str, int, float, type(None))):
             refuse_proxy(leaf)
             for adapter in shards.adapters:
                 found = adapter.localise(leaf, shards)
                 if found is not None:
-                    own[id(leaf)] = found
+                    own[marker] = found
                     break
+    ranks = range(shards.world_size)
     if differentiable:
-        ranks = range(shards.world_size)
         first = [tensor.to(shards.devices[0]) for tensor in differentiable.values()]
         copies = copy_to_ranks(first, [ranks] * len(first), shards.devices, apart=True)
         for marker, tensor, made in zip(differentiable, first, copies, strict=True):
             own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
-    return [map_leaves(value, functools.partial(_own, own, rank)) for rank in range(shards.world_size)]
+    return [_exchanged(value, {marker: by_rank[rank] for marker, by_rank in own.items()}) for rank in ranks]
 
 
-def _own(table: dict[int, list[Any]], rank: int, leaf: Any) -> Any:
-    found = table.get(id(leaf))
-    return leaf if found is None else found[rank]
+def _exchanged(value: Any, table: dict[int, Any]) -> Any:
+    return map_leaves(value, lambda leaf: table.get(id(leaf), leaf))
 
 
 def _copies(tensor: torch.Tensor, devices: tuple[torch.device, ...]) -> list[torch.Tensor]:
