@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import Slot, slot_of
 from tensor_parallel.shard.state_dict import load_whole, save_whole
-from tensor_parallel.shard.unsplit import whole_parameters
+from tensor_parallel.shard.unsplit import follow_if_idle, whole_parameters
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -91,6 +91,11 @@ class SplitModule(nn.Module):
         slot = self.__dict__.get("_tp_slot")
         if slot is not None and slot.rank == 0 and param is not None:
             slot.shards.assigned.add(id(param))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, after changes were followed: an optimiser made now must find the parts of what is new."""
+        follow_if_idle(self)
+        return super().named_parameters(*args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """As of the unsplit model: `fn` sees and writes whole tensors (see `tp.whole_parameters`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -148,6 +149,14 @@ def cut_parameter(
         return SplitTensor(plan, [Piece((0,), leaf)], cuts, world_size), [leaf, *zeros]
 
     gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and gradient.shape != parameter.shape:  # of before its data were exchanged for others
+        log = logging.getLogger(__name__)
+        log.warning(
+            "%s has shape %s and a gradient of %s: dropped",
+            plan.names[0],
+            *map(list, (parameter.shape, gradient.shape)),
+        )
+        gradient = None
     at_rest: list[torch.Tensor | None] = [None] * world_size
     pieces: list[Piece] = []
     for ranks in holders(plan.layout, cuts, world_size):

@@ -79,6 +79,15 @@ class BufferWatch:
     seen: tuple[int, int] | None = None
 
 
+@dataclass(slots=True)
+class CutBuffer:
+    """Where the parts of one cut buffer stand: the ranks' own code may put other tensors in their places."""
+
+    key: str
+    holders: list[Tensors]
+    name: str
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ModelShards:
     """Everything about one split model. Its visible modules hold it and it holds them weakly, so `del model` frees all.
@@ -107,6 +116,7 @@ class ModelShards:
     shared: list[SharedLeaf] = field(default_factory=list)
     bindings: list[list[Binding]] = field(default_factory=list)
     buffers: list[BufferWatch] = field(default_factory=list)
+    cut_buffers: list[CutBuffer] = field(default_factory=list)
     borders_by_call: list[list[Any]] = field(default_factory=list)
     adapters: list[Adapter] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)
@@ -230,6 +240,12 @@ class ModelShards:
             for borders, calls in zip(counted, before, strict=True):
                 borders.calls = calls
 
+    def buffers_exchanged(self) -> bool:
+        """Whether a cut buffer was assigned or deleted from outside."""
+        return any(
+            cut.holders[0].get(cut.name) is not self.tensors[cut.key].pieces[0].tensor for cut in self.cut_buffers
+        )
+
     def records(self, module: nn.Module) -> str:
         """What the model's own hooks on `module` record in this thread now, see Adapter."""
         return next((found for adapter in self.adapters if (found := adapter.records(module))), "")
@@ -282,6 +298,14 @@ class ModelShards:
 
     def note_buffers(self) -> None:
         """Remember the buffers as the ranks left them."""
+        for cut in self.cut_buffers:
+            pieces = self.tensors[cut.key].pieces
+            if cut.holders[0].get(cut.name) is not pieces[0].tensor:
+                self.key_of.pop(id(pieces[0].tensor), None)
+                for piece in pieces:
+                    left = cut.holders[piece.ranks[0]].get(cut.name)
+                    piece.tensor = piece.tensor if left is None else left
+                self.key_of[id(pieces[0].tensor)] = cut.key
         for watch in self.buffers:
             buffer = watch.visible.get(watch.name)
             watch.seen = None if buffer is None else _mark(buffer)

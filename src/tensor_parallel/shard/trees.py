@@ -25,6 +25,7 @@ from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.shards import (
     Binding,
     BufferWatch,
+    CutBuffer,
     Leaves,
     ModelShards,
     SharedLeaf,
@@ -222,7 +223,9 @@ def _cut_buffers(module: nn.Module, plans: Mapping[int, TensorPlan], shards: Mod
             others = [shards.peers[rank][path]._buffers for rank in range(1, shards.world_size)]
             if plan is None or not plan.is_cut:
                 shards.buffers.append(BufferWatch(child._buffers, name, others))
-            elif plan.names[0] not in shards.tensors:
+                continue
+            shards.cut_buffers.append(CutBuffer(plan.names[0], [child._buffers, *others], name))
+            if plan.names[0] not in shards.tensors:
                 held = [own, *(other[name] for other in others)]
                 pieces = [Piece((rank,), tensor) for rank, tensor in enumerate(held) if tensor is not None]
                 shards.tensors[plan.names[0]] = SplitTensor(plan, pieces, shards.resolved.cuts, shards.world_size)

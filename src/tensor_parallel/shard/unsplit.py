@@ -19,20 +19,22 @@ _T = TypeVar("_T")
 
 
 def kinds_of(root: nn.Module) -> dict[str, Any]:
-    """What a plan was made for: by name the class of every module, and of every parameter the shape and what it is tied
-    to."""
+    """What a plan was made for: by name the class of every module, and of every parameter and buffer the shape and what
+    it is tied to."""
     kinds: dict[str, Any] = {f"{name}()": base_class(module) for name, module in root.named_modules()}
     first: dict[int, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         kinds[name] = tuple(parameter.shape), first.setdefault(id(parameter), name)
+    for name, buffer in root.named_buffers(remove_duplicate=False):
+        kinds[name] = tuple(buffer.shape), first.setdefault(id(buffer), name)
     return kinds
 
 
 def _is_stale(shards: ModelShards) -> bool:
-    """Whether modules or parameters were assigned, moved or deleted since the split: the visible tree is the truth.
-    Where the model is gone, what is left of it runs on as it was."""
+    """Whether modules, parameters or cut buffers were assigned, moved or deleted since the split: the visible tree is
+    the truth. Where the model is gone, what is left of it runs on as it was."""
     survey = survey_of(shards)
-    return survey is not None and survey.is_stale()
+    return survey is not None and (survey.is_stale() or shards.buffers_exchanged())
 
 
 def _refuse_exchanged(shards: ModelShards) -> None:
@@ -70,7 +72,7 @@ def join_in_place(shards: ModelShards) -> Leaves:
                 first.grad = None
                 first.data = split.whole(home)
                 first.grad = gradient
-            for other in others:
+            for other in others if not split.plan.is_buffer else ():  # buffers are joined below, and dropped
                 other.data, other.grad = other.data.new_empty(0), None
     buffers: dict[int, torch.Tensor] = {}
     for module in modules:
@@ -141,6 +143,19 @@ def _in_fresh_thread(work: Callable[[], _T]) -> _T:
     and plans are for other calls too than the one that is about to be made."""
     with ThreadPoolExecutor(1, "planning") as thread:
         return thread.submit(work).result()
+
+
+def follow_if_idle(module: nn.Module) -> None:
+    """Follow changes of the model that `module` belongs to, unless something runs on it."""
+    slot = slot_of(module)
+    if slot is None or slot.rank or slot.rank_here() is not None:
+        return
+    shards = slot.shards
+    if not shards.team.acts_as_caller() and shards.lock.acquire(blocking=False):
+        try:
+            follow_changes(shards)
+        finally:
+            shards.lock.release()
 
 
 def up_to_date(model: nn.Module) -> ModelShards:
