@@ -115,15 +115,13 @@ class Region:
             part.facts.append(_facts(tensor))
             return _Place(self, rank, len(part.facts) - 1)
 
-        tail = self._shards.tail
+        in_regions = self._shards.run.in_regions
         with torch.autograd.graph.saved_tensors_hooks(keep, _take):
-            if tail is not None:
-                tail.in_regions[rank] += 1
+            in_regions[rank] += 1
             try:
                 yield
             finally:
-                if tail is not None:
-                    tail.in_regions[rank] -= 1
+                in_regions[rank] -= 1
 
     def take(self, rank: int, index: int) -> torch.Tensor:
         """The saved tensor at a place; given once in one backward, so that memory is freed as backward goes.
@@ -151,6 +149,7 @@ class Region:
             copies: Any = None
             if not shards.team.acts_as_caller():
                 stack.enter_context(shards.lock)
+                stack.enter_context(shards.running())
                 copies = shards.prepare()
             if self._random is not None:
                 stack.callback(set_random_states, shards.devices, random_states(shards.devices))
@@ -163,7 +162,7 @@ class Region:
                     return self._again(rank, arguments[rank])
 
             try:
-                found = shards.team.run(work, joint_random=shards.draw_layout)
+                found = shards.team.run(work, joint_random=shards.run.draw_layout)
             except Exception as error:
                 if is_out_of_memory(error):
                     explain_out_of_memory(error, shards, shards.module(0, ""))

@@ -14,7 +14,7 @@ from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_ho
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
-from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
+from tensor_parallel.shard.tail import Done, follow_plain_attributes
 from tensor_parallel.shard.transforms import refuse_proxy, refuse_transforms
 from tensor_parallel.shard.unsplit import follow_changes
 from tensor_parallel.shard.values import distinct_leaves, map_leaves
@@ -42,7 +42,9 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
         with shards.lock:
             current = follow_changes(shards)
             if current:
-                outputs = _run_prepared(shards, name, spread_inputs((args, kwargs), shards), spare)
+                inputs = spread_inputs((args, kwargs), shards)
+                with shards.running():
+                    outputs = _run_prepared(shards, name, inputs, spare)
         if not current:
             return type(module).forward(module, *args, **kwargs)
     if spare:
@@ -56,7 +58,7 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
 def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool) -> list[Any]:
     copies = shards.prepare()
     watch(shards, spare)
-    tail = shards.tail if name == "" and not spare and not shards.watched else None
+    ends_alone = shards.has_tail and name == "" and not spare and not shards.watched
 
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
@@ -67,7 +69,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         return output
 
     try:
-        return _run(shards, name, work) if tail is None else _run_with_tail(shards, work, tail)
+        return _run_with_tail(shards, work) if ends_alone else _run(shards, name, work)
     except Exception as error:
         if is_out_of_memory(error):
             explain_out_of_memory(error, shards, shards.module(0, ""))
@@ -77,20 +79,17 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         shards.routes.settle()
 
 
-def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) -> list[Any]:
+def _run_with_tail(shards: ModelShards, work: Callable[[int], Any]) -> list[Any]:
     def until_done(rank: int) -> Any:
         try:
             return work(rank)
         except Done:
             return None
 
-    tail.start()
-    try:
-        outputs = _run(shards, "", until_done)
-    finally:
-        given = tail.end()
+    shards.run.ends_alone = True
+    outputs = _run(shards, "", until_done)
     for adapter in shards.adapters:
-        adapter.adopt(given, shards)
+        adapter.adopt(shards.run.given, shards)
     root = shards.module(0, "")
     follow_plain_attributes(root, shards.hidden)
     shards.forget_buffers(root._buffers)
@@ -99,7 +98,7 @@ def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) 
 
 def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     """A run that user code inside a run asked for: everything is in place already."""
-    own_call, shards.own_call = shards.own_call == name, None if shards.own_call == name else shards.own_call
+    own_call = shards.run.is_own_call(name)
 
     def work(rank: int) -> Any:
         module = shards.module(rank, name)
@@ -110,8 +109,8 @@ def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     outputs = _run(shards, name, work)
     if own_call:
         check_replicas(name, outputs)
-    if shards.counterparts is not None:
-        note_outputs(outputs, shards.counterparts)
+    if shards.run.counterparts is not None:
+        note_outputs(outputs, shards.run.counterparts)
     return outputs
 
 
@@ -121,12 +120,12 @@ def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any
     if shards.world_size == 1:
         return shards.team.run(work)
     if shards.is_training():
-        return shards.team.run(work, joint_random=shards.draw_layout)
+        return shards.team.run(work, joint_random=shards.run.draw_layout)
     known = shards.seen_drawing.get(name)
     if known is not None:
-        return shards.team.run(work, joint_random=shards.draw_layout if known else False)
+        return shards.team.run(work, joint_random=shards.run.draw_layout if known else False)
     before = random_states(shards.devices)
-    outputs = shards.team.run(work, joint_random=shards.draw_layout)
+    outputs = shards.team.run(work, joint_random=shards.run.draw_layout)
     after = random_states(shards.devices)
     shards.seen_drawing[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return outputs
@@ -147,7 +146,7 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     """`value` for each rank: tensors on the rank's device and its own (a forward may write into them), one tensor that
     is given twice staying one. What requires gradients is copied by one joint node, so the caller gets them all."""
     own: dict[int, list[Any]] = {}
-    known = shards.counterparts if shards.team.acts_as_caller() else None
+    known = shards.run.counterparts if shards.team.acts_as_caller() else None
     differentiable: dict[int, torch.Tensor] = {}
     for marker, leaf in distinct_leaves(value).items():
         if isinstance(leaf, torch.Tensor):
