@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
 from tensor_parallel.testing import assert_parity, noisy
@@ -69,6 +70,28 @@ def test_ways_that_do_not_reach_the_ranks_raise_by_name(way):
             WAYS[way](split)
     assert isinstance(split, tp.TensorParallel)
     assert_parity(reference, split, {"x": X})
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+def test_a_backward_that_recomputes_inside_a_transform_raises_by_name_and_batched_gradients_do_not():
+    reference = noisy(Checkpointed().double())
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2, example_inputs={"x": X})
+    x, rows = X.clone().requires_grad_(), torch.eye(4, dtype=X.dtype)
+    y = split(x).sum(1)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*split"):
+        torch.func.vmap(lambda row: torch.autograd.grad(y, x, row, retain_graph=True)[0])(rows)
+    found, expected = (
+        torch.autograd.grad(model(x).sum(1), x, rows, is_grads_batched=True)[0] for model in (split, reference)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_torch_compile_around_it_runs_it_as_it_is():

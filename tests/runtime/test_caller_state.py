@@ -1,7 +1,6 @@
 """What torch keeps per thread reaches the ranks, and nothing of it stays there."""
 
 import contextvars
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,12 +150,3 @@ def test_flushing_denormals(team: ThreadTeam) -> None:
         torch.set_flush_denormal(False)
     assert team.run(work) == [plain] * 2
     assert plain > 0
-
-
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
-def test_transforms_are_refused(team: ThreadTeam, transform: Callable[[Any], Any]) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return team.run(lambda rank: team.groups[rank].all_reduce(x))[0].sum()
-
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        transform(function)(torch.ones(3))

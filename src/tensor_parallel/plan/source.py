@@ -112,12 +112,10 @@ class Reached:
     inside: tuple[int, ...] = ()
 
 
-def _reach(entries: Sequence[ast.expr | ast.keyword], path: tuple[int, ...], count: int | None) -> Reached | None:
-    """What gives the item at `path` of a call or tuple with these entries, of which there are `count` at run time."""
+def _reach(entries: Sequence[ast.expr | ast.keyword], path: tuple[int, ...]) -> Reached | None:
+    """What gives the item at `path` of a call or tuple with these entries."""
     index, rest = path[0], path[1:]
     stars = [i for i, entry in enumerate(entries) if _is_star(entry)]
-    if stars and index >= stars[0] and count is not None:
-        index -= count
     if index < 0:
         behind = len(entries) - 1 - stars[-1] if stars else len(entries)
         if index < -behind:
@@ -131,26 +129,18 @@ def _reach(entries: Sequence[ast.expr | ast.keyword], path: tuple[int, ...], cou
     entry = entries[index]
     found = entry.value if isinstance(entry, ast.keyword) else entry
     if rest and isinstance(found, ast.Tuple | ast.List):
-        return _reach(found.elts, rest, None)
+        return _reach(found.elts, rest)
     return Reached(found, rest)
 
 
-def reach(call: ast.Call, argument: Sequence[int], number_of_arguments: int | None = None) -> Reached | None:
+def reach(call: ast.Call, argument: Sequence[int]) -> Reached | None:
     """What gives one argument of a call; None where that is not to be told.
 
     argument: index path. The first index counts the arguments as written, positional ones and then keyword ones,
         without `self` for methods; negative from the end, which reaches into a star and behind it, not before it. The
         next ones count items of a tuple or list. Argument i of n: try i, then i - n.
-    number_of_arguments: as the call had at run time; lets a positive index reach there too.
     """
-    return _reach([*call.args, *call.keywords], tuple(argument), number_of_arguments) if argument else None
-
-
-def locate(call: ast.Call, argument: Sequence[int], number_of_arguments: int | None = None) -> ast.expr | None:
-    """The expression that gives one argument of a call, as in `reach`; None where it has none of its own, being inside
-    a star or a variable that holds a tuple."""
-    found = reach(call, argument, number_of_arguments)
-    return found.expression if found is not None and not found.inside else None
+    return _reach([*call.args, *call.keywords], tuple(argument)) if argument else None
 
 
 def _instruction_positions(call: ast.Call, first_line: int) -> set[Position]:

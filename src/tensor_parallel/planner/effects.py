@@ -123,7 +123,3 @@ def same_softly(effect: Effect, value: Value, index: int, dim: Dim) -> None:
 
 def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
     return op.args[index] if index < len(op.args) else op.kwargs.get(name, default)
-
-
-def values_of(op: Op) -> list[Value]:
-    return op.inputs()

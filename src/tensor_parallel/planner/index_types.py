@@ -93,10 +93,6 @@ def leaves(dim: Dim) -> Iterator[Dim]:
             yield from leaves(part)
 
 
-def contains(dim: Dim, wanted: Dim) -> bool:
-    return any(node is wanted for node in leaves(dim))
-
-
 def _bind(dim: Dim, to: Dim) -> None:
     to = find(to)
     if to is dim:

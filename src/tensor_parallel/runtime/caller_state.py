@@ -36,16 +36,7 @@ class CallerState:
 
     @classmethod
     def capture(cls, device_types: Sequence[str], cuda_devices: Sequence[torch.device]) -> CallerState:
-        """Read the calling thread's state.
-
-        Raises:
-            NotImplementedError: inside a torch.func transform, which does not reach other threads and would give zeros.
-        """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise NotImplementedError(
-                "a torch.func transform (grad, vmap, jvp, ...) cannot pass through a model that is split over threads: "
-                "it does not reach them; transform the unsplit model, or use torch.autograd"
-            )
+        """Read the calling thread's state. A torch.func transform is no part of it: whoever runs a model refuses it."""
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),

@@ -4,7 +4,6 @@ is compiled anew with those arguments passed through the instance's own table of
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import CellType, CodeType, FunctionType
@@ -17,8 +16,6 @@ from tensor_parallel.plan.source import MethodSource, wrapped_cell, wrapper_chai
 
 TABLE = "_tp_call_sizes"
 """Attribute of a module: what each call site makes of the size that the code computed."""
-
-_REWRITTEN = "_tp_rewritten"
 
 
 def site_key(site: CallSite) -> str:
@@ -84,20 +81,9 @@ def local_value(site: CallSite, cuts: Cuts, rank: int) -> LocalValue:
     return LocalValue(site, cuts, rank)
 
 
-def _unchanged(value: Any, *inside: int) -> Any:
-    return value
-
-
-class CallSizes(dict[str, Callable[..., Any]]):
-    """A module's table, by `site_key`: sizes at other sites of the module's class stay what they are."""
-
-    def __missing__(self, key: str) -> Callable[..., Any]:
-        return _unchanged
-
-
-def call_sizes(sites: Iterable[CallSite], cuts: Cuts, rank: int) -> CallSizes:
+def call_sizes(sites: Iterable[CallSite], cuts: Cuts, rank: int) -> dict[str, LocalValue]:
     """The table of a module with these call sites on `rank`: `module.__dict__["_tp_call_sizes"]`."""
-    return CallSizes({site_key(site): local_value(site, cuts, rank) for site in sites})
+    return {site_key(site): local_value(site, cuts, rank) for site in sites}
 
 
 def with_local_sizes(function: Callable[..., Any], sites: Sequence[CallSite]) -> FunctionType:
@@ -151,27 +137,3 @@ def _equal_function(function: FunctionType, code: CodeType, closure: tuple[CellT
     made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__
     made.__dict__.update(function.__dict__)
     return made
-
-
-def install_call_sites(cls: type, sites: Iterable[CallSite]) -> None:
-    """Give `cls`, a private subclass, its methods with local sizes at `sites`, beside those it was given before.
-
-    A class may serve modules with different call sites: each has its own table (`call_sizes`); one without a table
-    computes as before.
-
-    Raises:
-        PlanError: as `with_local_sizes`; the class is as it was then.
-    """
-    known: dict[str, tuple[Any, dict[str, CallSite]]] = dict(cls.__dict__.get(_REWRITTEN, {}))
-    new = [site for site in sites if site_key(site) not in known.get(site.method, (None, ()))[1]]
-    if not new:
-        return
-    for site in new:
-        original, by_key = known.get(site.method) or (inspect.getattr_static(cls, site.method, None), {})
-        known[site.method] = (original, {**by_key, site_key(site): site})
-    made = {name: with_local_sizes(original, [*by_key.values()]) for name, (original, by_key) in known.items()}
-    for name, function in made.items():
-        setattr(cls, name, function)
-    setattr(cls, _REWRITTEN, known)
-    if TABLE not in cls.__dict__:
-        setattr(cls, TABLE, CallSizes())

@@ -20,7 +20,8 @@ from torch.nn.modules import module as torch_modules
 from tensor_parallel.errors import PlanError
 from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan
-from tensor_parallel.shard.shards import Counterparts, ModelShards, Slot, survey_of
+from tensor_parallel.shard.one_run import Counterparts
+from tensor_parallel.shard.shards import ModelShards, Slot, survey_of
 from tensor_parallel.shard.values import leaves, map_leaves
 
 
@@ -73,7 +74,7 @@ def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
         args, kwargs, _ = slot.around.enter(args, kwargs)
 
     def as_caller(others: list[dict[Any, Any]]) -> tuple[Any, Counterparts]:
-        with shards.showing(slot.name, _same_places(others)) as counterparts:
+        with shards.run.showing(slot.name, _same_places(others)) as counterparts:
             return module(*args, **kwargs), counterparts
 
     result, counterparts = shards.team.as_caller(rank, as_caller, opaque((args, kwargs)))

@@ -22,8 +22,10 @@ from torch.utils.checkpoint import CheckpointError
 from tensor_parallel.checkpoint_entry import handled_by
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.shards import ModelShards
+from tensor_parallel.shard.transforms import refuse_transforms
 
 Facts = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""Shape, dtype and device of a tensor."""
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -43,8 +45,10 @@ class _SaveInputs(torch.autograd.Function):
 class _Part:
     """One rank's part of a region.
 
-    inputs: the arguments, None where a tensor is kept by `keeper`.  facts: shape, dtype, device of each saved tensor.
-    found: saved tensors that were recomputed and not taken yet, by place.  counts: calls of modules before the region.
+    keeper: the node that saved the tensors among the arguments.  inputs: the positional arguments, _KEPT in place of
+    each such tensor.  autocast: (device type, on, dtype) and device: the default one, as they were.
+    counts: calls of modules before the region.  facts: of each saved tensor.
+    found: saved tensors that were recomputed and not taken yet, by place.
     """
 
     function: Callable[..., Any]
@@ -59,7 +63,7 @@ class _Part:
 
     def arguments(self) -> list[Any]:
         """The region's arguments, cut off from the graph before it."""
-        saved = iter(self.keeper.saved_tensors) if self.keeper is not None else iter(())
+        saved = iter(self.keeper.saved_tensors)
         return [_cut_off(next(saved)) if item is _KEPT else item for item in self.inputs]
 
 
@@ -111,15 +115,13 @@ class Region:
             part.facts.append(_facts(tensor))
             return _Place(self, rank, len(part.facts) - 1)
 
-        tail = self._shards.tail
+        in_regions = self._shards.run.in_regions
         with torch.autograd.graph.saved_tensors_hooks(keep, _take):
-            if tail is not None:
-                tail.in_regions[rank] += 1
+            in_regions[rank] += 1
             try:
                 yield
             finally:
-                if tail is not None:
-                    tail.in_regions[rank] -= 1
+                in_regions[rank] -= 1
 
     def take(self, rank: int, index: int) -> torch.Tensor:
         """The saved tensor at a place; given once in one backward, so that memory is freed as backward goes.
@@ -140,12 +142,14 @@ class Region:
             return self._parts[rank].found.pop(index)
 
     def _recompute(self) -> None:
+        refuse_transforms("", recomputing=True)
         shards = self._shards
         arguments = [self._parts[rank].arguments() for rank in range(shards.world_size)]
         with torch.enable_grad(), ExitStack() as stack:
             copies: Any = None
             if not shards.team.acts_as_caller():
                 stack.enter_context(shards.lock)
+                stack.enter_context(shards.running())
                 copies = shards.prepare()
             if self._random is not None:
                 stack.callback(set_random_states, shards.devices, random_states(shards.devices))
@@ -158,7 +162,7 @@ class Region:
                     return self._again(rank, arguments[rank])
 
             try:
-                found = shards.team.run(work, joint_random=shards.draw_layout)
+                found = shards.team.run(work, joint_random=shards.run.draw_layout)
             except Exception as error:
                 if is_out_of_memory(error):
                     explain_out_of_memory(error, shards, shards.module(0, ""))

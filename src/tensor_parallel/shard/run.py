@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,10 +14,10 @@ from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, r
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
-from tensor_parallel.shard.tail import Done, Tail, follow_plain_attributes
+from tensor_parallel.shard.tail import Done, follow_plain_attributes
 from tensor_parallel.shard.transforms import refuse_proxy, refuse_transforms
 from tensor_parallel.shard.unsplit import follow_changes
-from tensor_parallel.shard.values import leaves, map_leaves
+from tensor_parallel.shard.values import distinct_leaves, map_leaves
 
 
 def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +42,9 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
         with shards.lock:
             current = follow_changes(shards)
             if current:
-                outputs = _run_prepared(shards, name, spread_inputs((args, kwargs), shards), spare)
+                inputs = spread_inputs((args, kwargs), shards)
+                with shards.running():
+                    outputs = _run_prepared(shards, name, inputs, spare)
         if not current:
             return type(module).forward(module, *args, **kwargs)
     if spare or (shards.by_hand and name not in shards.proven):
@@ -58,7 +59,7 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
 def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool) -> list[Any]:
     copies = shards.prepare()
     watch(shards, spare)
-    tail = shards.tail if name == "" and not spare and not shards.watched else None
+    ends_alone = shards.has_tail and name == "" and not spare and not shards.watched
 
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
@@ -69,7 +70,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         return output
 
     try:
-        return _run(shards, name, work) if tail is None else _run_with_tail(shards, work, tail)
+        return _run_with_tail(shards, work) if ends_alone else _run(shards, name, work)
     except Exception as error:
         if is_out_of_memory(error):
             explain_out_of_memory(error, shards, shards.module(0, ""))
@@ -79,20 +80,17 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
         shards.routes.settle()
 
 
-def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) -> list[Any]:
+def _run_with_tail(shards: ModelShards, work: Callable[[int], Any]) -> list[Any]:
     def until_done(rank: int) -> Any:
         try:
             return work(rank)
         except Done:
             return None
 
-    tail.start()
-    try:
-        outputs = _run(shards, "", until_done)
-    finally:
-        given = tail.end()
+    shards.run.ends_alone = True
+    outputs = _run(shards, "", until_done)
     for adapter in shards.adapters:
-        adapter.adopt(given, shards)
+        adapter.adopt(shards.run.given, shards)
     root = shards.module(0, "")
     follow_plain_attributes(root, shards.hidden)
     shards.forget_buffers(root._buffers)
@@ -101,7 +99,7 @@ def _run_with_tail(shards: ModelShards, work: Callable[[int], Any], tail: Tail) 
 
 def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     """A run that user code inside a run asked for: everything is in place already."""
-    own_call, shards.own_call = shards.own_call == name, None if shards.own_call == name else shards.own_call
+    own_call = shards.run.is_own_call(name)
 
     def work(rank: int) -> Any:
         module = shards.module(rank, name)
@@ -112,8 +110,8 @@ def _run_within(shards: ModelShards, name: str, inputs: list[Any]) -> list[Any]:
     outputs = _run(shards, name, work)
     if own_call:
         check_replicas(name, outputs)
-    if shards.counterparts is not None:
-        note_outputs(outputs, shards.counterparts)
+    if shards.run.counterparts is not None:
+        note_outputs(outputs, shards.run.counterparts)
     return outputs
 
 
@@ -123,14 +121,14 @@ def _run(shards: ModelShards, name: str, work: Callable[[int], Any]) -> list[Any
     if shards.world_size == 1:
         return shards.team.run(work)
     if shards.is_training():
-        return shards.team.run(work, joint_random=shards.draw_layout)
-    known = shards.draws.get(name)
+        return shards.team.run(work, joint_random=shards.run.draw_layout)
+    known = shards.seen_drawing.get(name)
     if known is not None:
-        return shards.team.run(work, joint_random=shards.draw_layout if known else False)
+        return shards.team.run(work, joint_random=shards.run.draw_layout if known else False)
     before = random_states(shards.devices)
-    outputs = shards.team.run(work, joint_random=shards.draw_layout)
+    outputs = shards.team.run(work, joint_random=shards.run.draw_layout)
     after = random_states(shards.devices)
-    shards.draws[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    shards.seen_drawing[name] = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return outputs
 
 
@@ -149,37 +147,34 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     """`value` for each rank: tensors on the rank's device and its own (a forward may write into them), one tensor that
     is given twice staying one. What requires gradients is copied by one joint node, so the caller gets them all."""
     own: dict[int, list[Any]] = {}
-    known = shards.counterparts if shards.team.acts_as_caller() else None
+    known = shards.run.counterparts if shards.team.acts_as_caller() else None
     differentiable: dict[int, torch.Tensor] = {}
-    for _, leaf in leaves(value):
-        if id(leaf) in own or id(leaf) in differentiable:
-            continue
+    for marker, leaf in distinct_leaves(value).items():
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad and torch.is_grad_enabled():
-                differentiable[id(leaf)] = leaf
+                differentiable[marker] = leaf
             else:
-                own[id(leaf)] = _copies(leaf, shards.devices)
-        elif known is not None and id(leaf) in known:
-            own[id(leaf)] = known[id(leaf)]
-        elif not isinstance(leaf, (str, int, float, bool, type(None))):
+                own[marker] = _copies(leaf, shards.devices)
+        elif known is not None and marker in known:
+            own[marker] = known[marker]
+        elif not isinstance(leaf, (str, int, float, type(None))):
             refuse_proxy(leaf)
             for adapter in shards.adapters:
                 found = adapter.localise(leaf, shards)
                 if found is not None:
-                    own[id(leaf)] = found
+                    own[marker] = found
                     break
+    ranks = range(shards.world_size)
     if differentiable:
-        ranks = range(shards.world_size)
         first = [tensor.to(shards.devices[0]) for tensor in differentiable.values()]
         copies = copy_to_ranks(first, [ranks] * len(first), shards.devices, apart=True)
         for marker, tensor, made in zip(differentiable, first, copies, strict=True):
             own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
-    return [map_leaves(value, functools.partial(_own, own, rank)) for rank in range(shards.world_size)]
+    return [_exchanged(value, {marker: by_rank[rank] for marker, by_rank in own.items()}) for rank in ranks]
 
 
-def _own(table: dict[int, list[Any]], rank: int, leaf: Any) -> Any:
-    found = table.get(id(leaf))
-    return leaf if found is None else found[rank]
+def _exchanged(value: Any, table: dict[int, Any]) -> Any:
+    return map_leaves(value, lambda leaf: table.get(id(leaf), leaf))
 
 
 def _copies(tensor: torch.Tensor, devices: tuple[torch.device, ...]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,11 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tensor_parallel.comm.draws import Drawn
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.errors import TensorParallelError
-from tensor_parallel.layout import Cuts
 from tensor_parallel.plan import Draw, ResolvedPlan
+from tensor_parallel.shard.one_run import Run
 from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.survey import Survey
@@ -25,8 +24,6 @@ from tensor_parallel.shard.team import Team
 Tensors = dict[str, torch.Tensor | None]
 Leaves = dict[int, dict[int, nn.Parameter]]
 """The leaves of the other ranks, by the id of rank 0's and by their owner."""
-Counterparts = dict[int, list[Any]]
-"""Objects of which each rank has its own, by the id of rank 0's."""
 
 
 class Adapter(Protocol):
@@ -97,11 +94,11 @@ class ModelShards:
     peers: by rank, modules by name ({} for rank 0).  key_of: a tensor's key by the id of rank 0's part.
     watched: modules at which user code stands.  spare: the innermost modules with spare outputs.
     gathered: the items of outputs ("hidden_states") that the plan takes up as parts, and gathers.
-    counterparts: while rank 0 runs user code.  own_call: the module that it was called for, until that module's own
-        forward is asked for.
+    has_tail: whether the plan says which gather is the last.  under_way: None between runs.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
     delayed: the devices that the parts go to at the first call.
     by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
+    seen_drawing: by module, whether its first call from outside, not in training, made random calls.
     lock: runs take turns.
     """
 
@@ -123,10 +120,8 @@ class ModelShards:
     watched: set[str] = field(default_factory=set)
     spare: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
-    scopes: dict[int, DrawScope] = field(default_factory=dict)
-    tail: Any = None
-    counterparts: Counterparts | None = None
-    own_call: str | None = None
+    has_tail: bool = False
+    under_way: Run | None = None
     routes: Routes = field(init=False)
     retired: bool = False
     assigned: set[int] = field(default_factory=set)
@@ -136,7 +131,7 @@ class ModelShards:
     again: Callable[[nn.Module, Leaves, Sequence[str], Any], None] | None = None
     delayed: Any = None
     training: bool | None = None
-    draws: dict[str, bool] = field(default_factory=dict)
+    seen_drawing: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -201,35 +196,21 @@ class ModelShards:
             copies[index] = by_rank_copy
         return copies
 
-    def draw_layout(self, rank: int, function: str) -> Drawn | None:
-        """How the tensor of `rank`'s next random call lies; None where the plan does not know."""
-        scope = self.scopes.get(rank)
-        return None if scope is None else scope.next(function)
+    @property
+    def run(self) -> Run:
+        """The run under way; for what ranks do in it."""
+        if self.under_way is None:
+            raise TensorParallelError("no run of this split model is under way")
+        return self.under_way
 
     @contextmanager
-    def drawing(self, rank: int, known: Mapping[int, Draw]) -> Iterator[None]:
-        """Around one call on `rank` of a module with these random calls."""
-        outer = self.scopes.get(rank)
-        self.scopes[rank] = DrawScope(known, self.resolved.cuts)
+    def running(self) -> Iterator[Run]:
+        """Around one run, under the lock: all that is kept for it goes with it."""
+        self.under_way = run = Run(self.world_size, self.resolved.cuts)
         try:
-            yield
+            yield run
         finally:
-            if outer is None:
-                del self.scopes[rank]
-            else:
-                self.scopes[rank] = outer
-
-    @contextmanager
-    def showing(self, name: str, same: Iterable[list[Any]]) -> Iterator[Counterparts]:
-        """Around user code at the module `name`, on rank 0: objects that belong together are known as such, and the
-        module's own forward goes on in the run under way."""
-        before = self.counterparts, self.own_call
-        found = {**(self.counterparts or {}), **{id(objects[0]): objects for objects in same}}
-        self.counterparts, self.own_call = found, name
-        try:
-            yield found
-        finally:
-            self.counterparts, self.own_call = before
+            self.under_way = None
 
     @contextmanager
     def counting_from(self, rank: int, counts: Sequence[int] = ()) -> Iterator[None]:
@@ -331,23 +312,6 @@ def _follow(split: SplitTensor) -> None:
     for piece in split.pieces[1:]:
         if piece.tensor.requires_grad != wanted:
             piece.tensor.requires_grad_(wanted)
-
-
-class DrawScope:
-    """The random calls of one module call on one rank, as far as the plan knows them."""
-
-    __slots__ = ("_count", "_cuts", "_known")
-
-    def __init__(self, known: Mapping[int, Draw], cuts: Cuts) -> None:
-        self._known, self._cuts, self._count = known, cuts, 0
-
-    def next(self, function: str) -> Drawn | None:
-        """How the tensor of the next call lies; a call that is not the one that the plan knows leaves the count."""
-        draw = self._known.get(self._count)
-        if draw is None or draw.function != function:
-            return None
-        self._count += 1
-        return None if draw.placement is None else Drawn(draw.placement, self._cuts)
 
 
 class Slot:

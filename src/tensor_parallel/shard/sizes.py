@@ -32,7 +32,7 @@ def _drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def drawing(module: Any, *args: Any, **kwargs: Any) -> Any:
         slot = module.__dict__["_tp_slot"]
-        with slot.shards.drawing(slot.rank, slot.draws):
+        with slot.shards.run.drawing(slot.rank, slot.draws):
             return forward(module, *args, **kwargs)
 
     return drawing

@@ -6,15 +6,19 @@ with it; where it is done they leave the forward by an exception, for nobody loo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.layout import Placement
 from tensor_parallel.shard.borders import Convert, RankView
 from tensor_parallel.shard.hooks import opaque
+from tensor_parallel.shard.one_run import Run
+from tensor_parallel.shard.shards import ModelShards
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -24,30 +28,24 @@ class Done(BaseException):
 
 
 class Tail:
-    """Whether the run under way ends so, and the objects that modules got and gave on the way, by rank: the caches
-    among them belong together, and the other ranks return none."""
+    """What modules of one split model do for it: all of them ask the run under way whether it ends so."""
 
-    def __init__(self, world_size: int) -> None:
-        self.on = False
-        self.given: list[list[Any]] = [[] for _ in range(world_size)]
-        self.in_regions = [0] * world_size
-        """By rank, how many checkpoints are around its code now: their recomputation must go the same way."""
+    def __init__(self, shards: ModelShards) -> None:
+        self._shards = weakref.ref(shards)
 
-    def start(self) -> None:
-        self.on = True
-
-    def end(self) -> list[list[Any]]:
-        """What modules got and gave, by rank; nothing is kept."""
-        self.on = False
-        given, self.given = self.given, [[] for _ in self.given]
-        return given
+    def _run(self) -> Run:
+        shards = self._shards()
+        if shards is None:
+            raise TensorParallelError("the split model of this rank was deleted")
+        return shards.run
 
     def exit(self, gather: Convert, placement: Placement, view: RankView) -> Convert:
         """The last gather of `view`'s rank: `gather` where all ranks go on."""
         group = view.group
 
         def leave(tensor: torch.Tensor) -> torch.Tensor:
-            if not self.on or self.in_regions[view.rank]:
+            run = self._run()
+            if not run.ends_alone or run.in_regions[view.rank]:
                 return gather(tensor)
             own = group.stand_by(group.gather_first(tensor, placement, view.cuts))
             if own is None:
@@ -62,8 +60,9 @@ class Tail:
 
         def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = forward(module, *args, **kwargs)
-            if self.on:
-                self.given[rank].append(opaque((args, kwargs, output)))
+            run = self._run()
+            if run.ends_alone:
+                run.given[rank].append(opaque((args, kwargs, output)))
             return output
 
         return noted

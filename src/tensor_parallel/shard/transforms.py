@@ -7,9 +7,12 @@ import torch.autograd.forward_ad as fwAD
 import torch.fx
 
 
-def refuse_transforms(name: str) -> None:
-    """Raise NotImplementedError where torch traces, scripts or transforms what the calling thread does."""
-    what = _under_way()
+def refuse_transforms(name: str, recomputing: bool = False) -> None:
+    """Raise NotImplementedError where torch traces, scripts or transforms what the calling thread does.
+
+    recomputing: a backward runs a part of the model again, which a torch.func transform alone can touch.
+    """
+    what = _under_way(recomputing)
     if what:
         raise NotImplementedError(
             f"{what} cannot pass through {name or 'a model'} that is split over threads: it does not reach them; use "
@@ -26,9 +29,11 @@ def refuse_proxy(value: object) -> None:
         )
 
 
-def _under_way() -> str:
+def _under_way(recomputing: bool) -> str:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform (grad, vmap, jvp, ...)"
+    if recomputing:
+        return ""
     if fwAD._current_level >= 0:
         return "forward-mode differentiation (torch.autograd.forward_ad)"
     if torch._C._is_tracing():

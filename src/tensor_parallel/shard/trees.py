@@ -273,10 +273,8 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     shards.spare = spare_modules(shards.resolved.plan.modules)
     outputs = [boundary.path for plan in shards.resolved.plan.modules.values() for boundary in plan.outputs]
     shards.gathered = frozenset(path.partition(".")[0] for path in outputs if path and not path[0].isdigit())
-    last = next((name for name, plan in shards.resolved.plan.modules.items() if plan.last), None)
-    if last is not None and shards.world_size > 1:
-        shards.tail = Tail(shards.world_size)
-    tail = shards.tail
+    shards.has_tail = shards.world_size > 1 and any(plan.last for plan in shards.resolved.plan.modules.values())
+    tail = Tail(shards) if shards.has_tail else None
     called_by_root = set(shards.resolved.plan.modules.get("", NO_PLAN).calls)
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
 
 Key = str | int
+
+_PLAIN = (str, int, float, type(None), torch.Tensor)
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:
@@ -24,11 +27,11 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
 def map_leaves(value: Any, change: Callable[[Any], Any], *, anew: bool = False) -> Any:
     """`value` with `change` applied to every leaf of its dicts, lists, tuples and dataclasses; containers in which
     nothing changes are kept as they are, unless all shall be made `anew`."""
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (str, int, float)):
+    if isinstance(value, _PLAIN):
         return change(value)
     if isinstance(value, dict):
         found = {key: map_leaves(item, change, anew=anew) for key, item in value.items()}
-        if not anew and all(found[key] is item for key, item in value.items()):
+        if not anew and not any(map(is_not, found.values(), value.values())):
             return value
         if type(value) is dict:
             return found
@@ -38,7 +41,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any], *, anew: bool = False) 
         return fresh
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         items = [map_leaves(item, change, anew=anew) for item in value]
-        if not anew and all(new is old for new, old in zip(items, value, strict=True)):
+        if not anew and not any(map(is_not, items, value)):
             return value
         return _rebuild(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -60,7 +63,7 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 def _map_dataclass(value: Any, change: Callable[[Any], Any], anew: bool) -> Any:
     fields = dict(_fields(value))
     found = {name: map_leaves(item, change, anew=anew) for name, item in fields.items()}
-    if not anew and all(found[name] is item for name, item in fields.items()):
+    if not anew and not any(map(is_not, found.values(), fields.values())):
         return value
     fresh = copy.copy(value)
     for name, item in found.items():
@@ -70,7 +73,9 @@ def _map_dataclass(value: Any, change: Callable[[Any], Any], anew: bool) -> Any:
 
 def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """(path, leaf) of every leaf of nested dicts, lists, tuples and dataclasses, in order."""
-    if isinstance(value, dict):
+    if isinstance(value, _PLAIN):
+        yield path, value
+    elif isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, (*path, key))
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -81,6 +86,29 @@ def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, 
             yield from leaves(item, (*path, name))
     else:
         yield path, value
+
+
+def distinct_leaves(value: Any) -> dict[int, Any]:
+    """The leaves of nested values as in `leaves`, each once, by id."""
+    found: dict[int, Any] = {}
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: dict[int, Any]) -> None:
+    if isinstance(value, _PLAIN):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for item in value:
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for _, item in _fields(value):
+            _collect(item, found)
+    else:
+        found[id(value)] = value
 
 
 def parse_path(path: str) -> tuple[Key, ...]:
