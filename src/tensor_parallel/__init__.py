@@ -25,7 +25,7 @@ from tensor_parallel.factory import make_plan, tensor_parallel
 from tensor_parallel.plan import Config, Plan, state_actions
 from tensor_parallel.plan.state_actions import StateAction
 from tensor_parallel.shard import whole_parameters
-from tensor_parallel.state import full_gradients, full_state_dict
+from tensor_parallel.state import full_gradients, full_state_dict, save_tensor_parallel
 from tensor_parallel.verify import report, verify
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ __all__ = [
     "full_state_dict",
     "make_plan",
     "report",
+    "save_tensor_parallel",
     "state_actions",
     "tensor_parallel",
     "verify",

@@ -44,6 +44,11 @@ class TensorParallelPreTrainedModel(TensorParallel, PreTrainedModel):  # type: i
         finally:
             self.__dict__.pop("_tp_hides_device_map", None)
 
+    @property
+    def wrapped_model(self) -> TensorParallelPreTrainedModel:
+        """The model itself, which version 2.0 kept inside another."""
+        return self
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As for the unsplit model: every part counts with its parameter."""
         embeddings = set()

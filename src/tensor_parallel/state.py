@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,3 +36,15 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         if gradient is not None:
             found[key] = gradient
     return found
+
+
+@contextmanager
+def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
+    """Version 2.0's way to save plain files: within it `torch.save(model.state_dict(), path)` or
+    `model.save_pretrained(path)`. They are plain outside of it too.
+
+    Raises:
+        TensorParallelError: the model is not split.
+    """
+    shards_of(model)
+    yield model

@@ -22,7 +22,9 @@ from tensor_parallel.shard import (
     ModelShards,
     SplitModule,
     check_optimizers,
+    is_by_rank,
     joined_copy,
+    joined_state,
     kinds_of,
     shards_of,
     split_module,
@@ -129,6 +131,16 @@ class TensorParallel(SplitModule):
     def sharding_manager(self) -> None:
         """None: what the plan leaves whole is whole."""
         return None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of the unsplit model. A state dict that version 2.0 wrote, with an entry a rank, is joined first.
+
+        Raises:
+            PlanError: it was written for another number of ranks, or its parts do not make up the whole.
+        """
+        if is_by_rank(state_dict):
+            state_dict = joined_state(state_dict, up_to_date(self))
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         shards = up_to_date(self)

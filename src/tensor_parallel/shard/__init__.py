@@ -5,6 +5,7 @@ from tensor_parallel.shard.memory import bytes_held
 from tensor_parallel.shard.module import SplitModule
 from tensor_parallel.shard.optimizers import check_optimizers
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
+from tensor_parallel.shard.shard_dicts import is_by_rank, joined_state
 from tensor_parallel.shard.shards import Adapter, Leaves, ModelShards, shards_of
 from tensor_parallel.shard.team import Team
 from tensor_parallel.shard.trees import check_splittable, named_tensors, split_module
@@ -23,7 +24,9 @@ __all__ = [
     "bytes_held",
     "check_optimizers",
     "check_splittable",
+    "is_by_rank",
     "joined_copy",
+    "joined_state",
     "kinds_of",
     "named_tensors",
     "shards_of",
