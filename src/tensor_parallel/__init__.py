@@ -25,7 +25,13 @@ from tensor_parallel.factory import make_plan, tensor_parallel
 from tensor_parallel.plan import Config, Plan, state_actions
 from tensor_parallel.plan.state_actions import StateAction
 from tensor_parallel.shard import whole_parameters
-from tensor_parallel.state import full_gradients, full_state_dict, save_tensor_parallel
+from tensor_parallel.state import (
+    convert_state_dict,
+    full_gradients,
+    full_state_dict,
+    infer_sharded_device_map,
+    save_tensor_parallel,
+)
 from tensor_parallel.verify import report, verify
 
 if TYPE_CHECKING:
@@ -48,8 +54,10 @@ __all__ = [
     "TensorParallelPreTrainedModel",
     "TraceError",
     "VerificationError",
+    "convert_state_dict",
     "full_gradients",
     "full_state_dict",
+    "infer_sharded_device_map",
     "make_plan",
     "report",
     "save_tensor_parallel",

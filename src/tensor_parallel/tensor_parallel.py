@@ -47,6 +47,15 @@ class Replan(Protocol):
     def __call__(self, module: nn.Module) -> Plan: ...
 
 
+class ModuleShards(tuple[nn.Module, ...]):
+    """The ranks' modules."""
+
+    def __getattr__(self, name: str) -> nn.Module:
+        if name.isdigit() and int(name) < len(self):
+            return self[int(name)]
+        raise AttributeError(f"{name!r}: the ranks are 0 to {len(self) - 1}")
+
+
 class TensorParallel(SplitModule):
     """A module that runs split over several devices, and is still an instance of its own class.
 
@@ -94,9 +103,10 @@ class TensorParallel(SplitModule):
         return shards.resolved.plan if config is None else config
 
     @property
-    def module_shards(self) -> tuple[nn.Module, ...]:
-        """The ranks' modules, by rank; rank 0's is this one."""
-        return tuple(shards_of(self).trees)
+    def module_shards(self) -> ModuleShards:
+        """The ranks' modules, by rank; rank 0's is this one. Rank 1's is found as `getattr(model.module_shards, "1")`
+        too, as dotted names need it."""
+        return ModuleShards(shards_of(self).trees)
 
     @property
     def modified_parameters_names(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
@@ -89,28 +89,46 @@ class Config:
                         key = int(given) if isinstance(given, str) and given.lstrip("-").isdigit() else given
                         _agree(merged.setdefault(key, (pattern, action)), (pattern, action), f"{name!r}[{key!r}]")
                 rules.setdefault(name, []).extend(HandRule(kind, key, action) for key, (_, action) in merged.items())
-        tensors, factors = self._tensors(module, world_size, strict)
+        tensors, factors = self._tensors(_named_tensors(module), world_size, strict)
         plans = {name: ModulePlan(rules=tuple(found)) for name, found in rules.items()}
         return Plan(factors, tensors, plans, world_size=world_size)
 
+    def plan_of_tensors(self, tensors: Mapping[str, torch.Tensor], world_size: int) -> Plan:
+        """What the state rules do with tensors of these names, which may be a piece of a model's.
+
+        Raises:
+            PlanError: as `plan`, but for rules that fit none of them.
+        """
+        named = [(tensor, [name], False) for name, tensor in tensors.items()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rules may fit other pieces
+            plans, factors = self._tensors(named, world_size, strict=False)
+        return Plan(factors, plans, world_size=world_size)
+
     def _tensors(
-        self, module: nn.Module, world_size: int, strict: bool
+        self, given: Iterable[tuple[torch.Tensor, list[str], bool]], world_size: int, strict: bool
     ) -> tuple[dict[str, TensorPlan], dict[str, Factor]]:
-        named: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
-        for is_buffer, walk in ((False, module.named_parameters), (True, module.named_buffers)):
-            for name, tensor in walk(remove_duplicate=False):
-                named.setdefault(id(tensor), (tensor, [], is_buffer))[1].append(name)
-        everything = [name for _, names, _ in named.values() for name in names]
+        named = list(given)
+        everything = [name for _, names, _ in named for name in names]
         fitting = _fitting(self.state_rules, everything, "state rules", "parameters and buffers", strict)
         tensors: dict[str, TensorPlan] = {}
         factors: dict[str, Factor] = {}
-        for tensor, names, is_buffer in named.values():
+        for tensor, names, is_buffer in named:
             found = [entry for name in names for entry in fitting.get(name, [])]
             for other in found[1:]:
                 _agree(found[0], other, repr(names[0]))
             action = found[0][1] if found else None
             tensors[names[0]] = _tensor_plan(tensor, tuple(names), is_buffer, action, world_size, factors)
         return tensors, factors
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[torch.Tensor, list[str], bool]]:
+    """(tensor, all its names, is a buffer) of every parameter and buffer."""
+    named: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    for is_buffer, walk in ((False, module.named_parameters), (True, module.named_buffers)):
+        for name, tensor in walk(remove_duplicate=False):
+            named.setdefault(id(tensor), (tensor, [], is_buffer))[1].append(name)
+    return list(named.values())
 
 
 def _tensor_plan(

@@ -4,7 +4,7 @@ from tensor_parallel.shard.joined import base_class, joined_copy
 from tensor_parallel.shard.memory import bytes_held
 from tensor_parallel.shard.module import SplitModule
 from tensor_parallel.shard.optimizers import check_optimizers
-from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor
+from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, part_of
 from tensor_parallel.shard.shard_dicts import is_by_rank, joined_state
 from tensor_parallel.shard.shards import Adapter, Leaves, ModelShards, shards_of
 from tensor_parallel.shard.team import Team
@@ -29,6 +29,7 @@ __all__ = [
     "joined_state",
     "kinds_of",
     "named_tensors",
+    "part_of",
     "shards_of",
     "split_module",
     "up_to_date",

@@ -117,9 +117,18 @@ def cut(whole: torch.Tensor, plan: TensorPlan, cuts: Cuts, rank: int, device: to
     with torch.no_grad():
         if plan.action is not None:
             return plan.action(whole.detach(), rank).detach().to(device, copy=True).contiguous()
-        local = torch.empty(local_shape(plan.layout, cuts, rank), dtype=whole.dtype, device=device)
+        home = whole.device if whole.is_meta else device
+        local = torch.empty(local_shape(plan.layout, cuts, rank), dtype=whole.dtype, device=home)
         pick(local, whole.detach(), plan.layout, cuts, rank)
     return local
+
+
+def part_of(whole: torch.Tensor, plan: TensorPlan, cuts: Cuts, rank: int) -> torch.Tensor:
+    """What `rank` keeps of a whole tensor, where that lies: its part or stand-in, the tensor itself where nothing cuts
+    it, zeros where only rank 0 uses it."""
+    if plan.is_cut:
+        return cut(whole, plan, cuts, rank, whole.device)
+    return torch.zeros_like(whole) if plan.rank0_only and rank else whole
 
 
 def held_by(plan: TensorPlan, cuts: Cuts, world_size: int) -> list[tuple[int, ...]]:
@@ -168,14 +177,18 @@ def cut_parameter(
     """
     world_size, cuts = resolved.world_size, resolved.cuts
     if not plan.is_cut:
-        parameter.data = parameter.data.to(devices[0])
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(devices[0])
         if parameter.grad is not None and parameter.grad.device != devices[0]:
             parameter.grad = parameter.grad.to(devices[0])
         leaf = _leaf_of(parameter)
         if not plan.rank0_only:
             split = SplitTensor(plan, [Piece(tuple(range(world_size)), leaf)], cuts, world_size)
             return split, [leaf] * world_size
-        zeros = [torch.zeros_like(leaf.detach(), device=device) for device in devices[1:]]
+        # An empty one's zeros need no loading.
+        zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for device in devices[1:]]
+        if leaf.is_meta:
+            zeros = [nn.Parameter(tensor, requires_grad=False) for tensor in zeros]  # loaders want parameters
         return SplitTensor(plan, [Piece((0,), leaf)], cuts, world_size), [leaf, *zeros]
 
     gradient, parameter.grad = parameter.grad, None
@@ -195,7 +208,8 @@ def cut_parameter(
         own = data if owner == 0 else _leaf_for(leaves.get(owner), data, parameter.requires_grad)
         pieces.append(Piece(ranks, own))
     for rank in set(range(world_size)).difference(*(piece.ranks for piece in pieces)):
-        at_rest[rank] = cut(parameter, plan, cuts, rank, devices[rank])
+        stand_in = cut(parameter, plan, cuts, rank, devices[rank])
+        at_rest[rank] = nn.Parameter(stand_in, requires_grad=False) if stand_in.is_meta else stand_in
     parameter.data = pieces[0].tensor
     pieces[0].tensor = _leaf_of(parameter)
     for piece in pieces:
@@ -234,5 +248,5 @@ def cut_buffer(
 ) -> torch.Tensor:
     """`rank`'s own copy of a buffer, or of its part of it, on `device`."""
     if plan is None or not plan.is_cut:
-        return buffer.detach().to(device, copy=True)
+        return buffer.detach() if buffer.is_meta else buffer.detach().to(device, copy=True)
     return cut(buffer, plan, resolved.cuts, rank, device)

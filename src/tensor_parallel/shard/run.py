@@ -11,6 +11,7 @@ from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, run_own_hooks, watch
+from tensor_parallel.shard.loading import finish_loading
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
@@ -41,6 +42,8 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
     else:
         with shards.lock:
             current = follow_changes(shards)
+            if shards.empty and not shards.retired:
+                finish_loading(shards)
             if current:
                 inputs = spread_inputs((args, kwargs), shards)
                 with shards.running():

@@ -96,6 +96,7 @@ class ModelShards:
     gathered: the items of outputs ("hidden_states") that the plan takes up as parts, and gathers.
     has_tail: whether the plan says which gather is the last.  under_way: None between runs.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
+    empty: tensors were split that have no values yet.
     delayed: the devices that the parts go to at the first call.
     by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     seen_drawing: by module, whether its first call from outside, not in training, made random calls.
@@ -130,6 +131,7 @@ class ModelShards:
     replan: Any = None
     again: Callable[[nn.Module, Leaves, Sequence[str], Any], None] | None = None
     delayed: Any = None
+    empty: bool = False
     training: bool | None = None
     seen_drawing: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None

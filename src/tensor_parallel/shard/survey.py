@@ -39,6 +39,10 @@ class Survey:
             list(chain.from_iterable(buffers)),
         )
 
+    def renew(self) -> None:
+        """Take what stands there now for what was split."""
+        self._known = self._structure()
+
     def is_stale(self) -> bool:
         """Whether modules or parameters were assigned, moved or deleted since the split, buffers added or removed."""
         return self._structure() != self._known

@@ -19,6 +19,7 @@ from tensor_parallel.shard.borders import RankView, compile_borders
 from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.loading import empty_tensors
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
@@ -71,8 +72,8 @@ def check_splittable(module: nn.Module, resolved: ResolvedPlan) -> dict[int, Ten
             raise PlanError(f"the plan says nothing of {name}; make a plan of this model")
         if MARK in name:
             raise PlanError(f"{name}: names with {MARK} are kept for the parts of split parameters")
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-            raise NotImplementedError(f"{name} has no values yet (meta or lazy); load the model before splitting it")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise NotImplementedError(f"{name} has no shape yet; run the lazy module once before splitting it")
     return plans
 
 
@@ -235,7 +236,7 @@ def _cut_buffers(module: nn.Module, plans: Mapping[int, TensorPlan], shards: Mod
 
 def _own_buffer(buffer: torch.Tensor, plan: TensorPlan | None, shards: ModelShards) -> torch.Tensor:
     if plan is None or not plan.is_cut:
-        return buffer.to(shards.devices[0])
+        return buffer if buffer.is_meta else buffer.to(shards.devices[0])
     return cut_buffer(buffer, plan, shards.resolved, 0, shards.devices[0])
 
 
@@ -307,6 +308,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         _register_parts(child, shards)
         shards.assigned.update(map(id, child._parameters.values()))
     module.__dict__["_tp_slot"].survey = Survey(module)
+    shards.empty = bool(empty_tensors(shards))
     shards.routes = Routes(module, shards.resolved.plan.reads)
 
 

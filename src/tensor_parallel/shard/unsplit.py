@@ -12,6 +12,7 @@ from torch import nn
 
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.loading import adopt_loaded
 from tensor_parallel.shard.pieces import MARK
 from tensor_parallel.shard.shards import Leaves, ModelShards, shards_of, slot_of, survey_of
 
@@ -113,6 +114,8 @@ def follow_changes(shards: ModelShards) -> bool:
     """
     if shards.retired:
         return False
+    if shards.empty:
+        adopt_loaded(shards)
     routes = shards.routes
     differences = routes.differences() if routes.stale() else []
     if not differences and shards.delayed is None and not _is_stale(shards):
