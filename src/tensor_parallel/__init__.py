@@ -22,7 +22,8 @@ from tensor_parallel.errors import (
     VerificationError,
 )
 from tensor_parallel.factory import make_plan, tensor_parallel
-from tensor_parallel.plan import Plan
+from tensor_parallel.plan import Config, Plan, state_actions
+from tensor_parallel.plan.state_actions import StateAction
 from tensor_parallel.shard import whole_parameters
 from tensor_parallel.state import full_gradients, full_state_dict
 from tensor_parallel.verify import report, verify
@@ -34,12 +35,14 @@ __all__ = [
     "AlreadySplitError",
     "CheckpointError",
     "CollectiveError",
+    "Config",
     "DeadlineError",
     "DeviceError",
     "Plan",
     "PlanError",
     "RankError",
     "SplitError",
+    "StateAction",
     "TensorParallel",
     "TensorParallelError",
     "TensorParallelPreTrainedModel",
@@ -49,6 +52,7 @@ __all__ = [
     "full_state_dict",
     "make_plan",
     "report",
+    "state_actions",
     "tensor_parallel",
     "verify",
     "whole_parameters",

@@ -17,13 +17,13 @@ from torch import nn
 
 from tensor_parallel import planner
 from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError, TraceError
-from tensor_parallel.plan import Plan, resolve
+from tensor_parallel.plan import Config, Plan, resolve
 from tensor_parallel.plan.check import check_plan
 from tensor_parallel.plan.table import bytes_text, counted
 from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
-from tensor_parallel.tensor_parallel import Device, TensorParallel, as_device, check_device_ids, split
+from tensor_parallel.tensor_parallel import Device, TensorParallel, as_device, check_device_ids, delay, split
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -37,13 +37,14 @@ _KEYWORDS = (
     "runtime",
     "verify",
     "strict",
+    "delay_init",
 )
 
 
 def tensor_parallel(
     module: nn.Module,
     device_ids: Sequence[Device] | None = None,
-    tensor_parallel_config: Plan | None = None,
+    tensor_parallel_config: Plan | Config | None = None,
     distributed: bool | None = None,
     sharded: bool | None = None,
     sharded_param_names: Sequence[str] | None = None,
@@ -54,9 +55,12 @@ def tensor_parallel(
     module: any module; best on the CPU, so that no device ever holds it whole.
     device_ids: names, `torch.device`s or CUDA indices, one a rank; the same may be named several times. Default: all
         CUDA devices, else one CPU.
-    tensor_parallel_config: a `tp.Plan`; default: found from a trace of the module's forward.
+    tensor_parallel_config: a `tp.Plan`, or a `tp.Config` of rules by hand; default: found from a trace of the module's
+        forward.
     example_inputs: a dict or a tuple of what the forward takes, or a list of them: what to trace with. transformers
         models make their own. Without any, each linear, embedding and convolution layer is split by itself.
+    strict: False: a rule of a tp.Config that fits nothing warns; else it raises.
+    delay_init: the parts stay on the CPU until the model is first called.
     output_device, output_device_index: where outputs go, one of the devices or its index; default: the first.
 
     Returns a `tp.TensorParallel`, or a `tp.TensorParallelPreTrainedModel` for a transformers model.
@@ -74,8 +78,10 @@ def tensor_parallel(
     devices = check_device_ids(device_ids)
     output_device = _output_device(devices, kwargs.get("output_device"), kwargs.get("output_device_index"))
     _check_module(module)
-    plan = tensor_parallel_config
-    if plan is None:
+    config, plan = None, tensor_parallel_config
+    if isinstance(plan, Config):
+        config, plan = plan, plan.plan(module, len(devices), strict=kwargs.get("strict", True))
+    elif plan is None:
         start = time.perf_counter()
         plan = make_plan(module, len(devices), kwargs.get("example_inputs"))
         _log_plan(plan, type(module).__name__, time.perf_counter() - start)
@@ -86,8 +92,13 @@ def tensor_parallel(
     check_splittable(module, resolved)
     if len(devices) == 1:
         logging.getLogger(__name__).info("one device, %s: the model runs there whole", devices[0])
-    replan = _Replan(len(devices), kwargs.get("example_inputs"), tensor_parallel_config is not None)
-    return split(module, resolved, devices, output_device, _wrapper_for(module), replan)
+    replan = _Replan(len(devices), kwargs.get("example_inputs"), tensor_parallel_config is not None, config)
+    delayed = bool(kwargs.get("delay_init"))
+    home = [torch.device("cpu")] * len(devices) if delayed else devices
+    made = split(module, resolved, home, home[devices.index(output_device)], _wrapper_for(module), replan)
+    if delayed:
+        delay(made, devices, output_device)
+    return made
 
 
 def _log_plan(plan: Plan, name: str, seconds: float) -> None:
@@ -113,13 +124,17 @@ def _log_plan(plan: Plan, name: str, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class _Replan:
-    """For a split model that was changed; where its forward cannot be traced any more, layer by layer."""
+    """For a split model that was changed: by the rules that were given, else from a trace; where its forward cannot be
+    traced any more, layer by layer."""
 
     world_size: int
     example_inputs: Any
     given: bool
+    config: Config | None = None
 
     def __call__(self, module: nn.Module) -> Plan:
+        if self.config is not None:
+            return self.config.plan(module, self.world_size, strict=False)
         try:
             return make_plan(module, self.world_size, self.example_inputs)
         except TraceError as error:
@@ -249,14 +264,14 @@ def _refuse_later(
     config: Any, distributed: bool | None, sharded: bool | None, names: Any, kwargs: Mapping[str, Any]
 ) -> None:
     """Raise NotImplementedError for what comes with later versions, by the keyword's name."""
-    if config is not None and not isinstance(config, Plan):
+    if config is not None and not isinstance(config, (Plan, Config)):
         cure = {
             "tuple": "inputs to trace with go into example_inputs=",
             "str": "a plan file is read by tp.Plan.load(path)",
             "PosixPath": "a plan file is read by tp.Plan.load(path)",
-        }.get(type(config).__name__, "hand-written rules are not there yet")
-        raise NotImplementedError(
-            f"tensor_parallel_config is a {type(config).__name__}, and only a tp.Plan can be given yet: {cure}"
+        }.get(type(config).__name__, "leave it out to have the split found")
+        raise TypeError(
+            f"tensor_parallel_config is a {type(config).__name__}; a tp.Plan or a tp.Config is needed: {cure}"
         )
     if distributed is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotImplementedError(
@@ -279,8 +294,6 @@ def _refuse_later(
         if kwargs["runtime"] == "processes":
             raise NotImplementedError("`runtime='processes'` is not there yet; leave it out for threads")
         raise ValueError(f"runtime is {kwargs['runtime']!r}; it can be 'threads' or, in a later version, 'processes'")
-    if kwargs.get("strict", True) is not True:
-        raise NotImplementedError("`strict=False` is not there yet; leave it out")
 
 
 def _output_device(devices: tuple[torch.device, ...], device: Any, index: int | None) -> torch.device:
@@ -306,3 +319,30 @@ def _check_module(module: nn.Module) -> None:
             raise AlreadySplitError(f"{name or type(module).__name__} is split already; split an unsplit model")
     if not any(True for _ in module.parameters()):
         raise PlanError(f"{type(module).__name__} has no parameters; there is nothing to split")
+
+
+_ORDER_OF_2_0 = (
+    *("module", "device_ids", "output_device", "output_device_index", "tensor_parallel_config"),
+    *("delay_init", "distributed", "sharded", "sharded_param_names"),
+)
+
+
+def _construct(cls: type[TensorParallel], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """What calling `cls` does: the same as `tensor_parallel`, with version 2.0's order of arguments."""
+    if len(args) > len(_ORDER_OF_2_0):
+        raise TypeError(f"{cls.__name__} takes {len(_ORDER_OF_2_0)} arguments by position: {', '.join(_ORDER_OF_2_0)}")
+    given = dict(zip(_ORDER_OF_2_0, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"{cls.__name__} got several values for {', '.join(sorted(twice))}")
+    given |= kwargs
+    if "module" not in given:
+        raise TypeError(f"{cls.__name__} needs the module to split")
+    module = given["module"]
+    if isinstance(module, nn.Module) and not issubclass(_wrapper_for(module), cls):
+        raise TypeError(
+            f"tp.{cls.__name__} is for transformers models, and {type(module).__name__} is none; use tp.TensorParallel"
+        )
+    return tensor_parallel(**given)
+
+
+TensorParallel.constructor = staticmethod(_construct)  # the class lies below this room, and is called as well

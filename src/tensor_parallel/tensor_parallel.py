@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tensor_parallel.errors import DeviceError, PlanError
-from tensor_parallel.plan import Plan, ResolvedPlan, resolve
+from tensor_parallel.plan import Config, Plan, ResolvedPlan, resolve
 from tensor_parallel.runtime import ThreadTeam
 from tensor_parallel.shard import (
     Adapter,
@@ -28,6 +29,8 @@ from tensor_parallel.shard import (
     up_to_date,
 )
 
+Delayed = tuple[tuple[torch.device, ...], torch.device]
+"""Devices, and the one for outputs."""
 Device = str | int | torch.device
 
 
@@ -45,12 +48,19 @@ class Replan(Protocol):
 class TensorParallel(SplitModule):
     """A module that runs split over several devices, and is still an instance of its own class.
 
-    `tp.tensor_parallel(module, device_ids)` makes one; it is the given module itself, which holds rank 0's part.
+    `tp.tensor_parallel(module, device_ids)` makes one; it is the given module itself, which holds rank 0's part. So
+    does `tp.TensorParallel(module, device_ids, output_device, output_device_index, tensor_parallel_config, delay_init,
+    distributed, sharded, sharded_param_names)`, the way of version 2.0.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> TensorParallel:
-        """Raises: TypeError always; the function plans the split before it makes one."""
-        raise TypeError(f"{cls.__name__} is made by tp.tensor_parallel(module, device_ids), not by calling the class")
+    constructor: Callable[[type[TensorParallel], tuple[Any, ...], dict[str, Any]], nn.Module]
+    """What calling the class does: set by the factory."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.constructor(cls, args, kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `__new__` gives a module that was made long before."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -61,6 +71,64 @@ class TensorParallel(SplitModule):
     def output_device(self) -> torch.device:
         """Where outputs go."""
         return shards_of(self).output_device
+
+    # What version 2.0 had beside it
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The ranks' devices as indices of CUDA devices; -1 for a CPU."""
+        return [-1 if device.type == "cpu" else device.index or 0 for device in self.devices]
+
+    @property
+    def output_device_index(self) -> int:
+        """The rank on whose device outputs are."""
+        return self.devices.index(self.output_device)
+
+    @property
+    def tensor_parallel_config(self) -> Plan | Config:
+        """The rules that were given, else the plan."""
+        shards = shards_of(self)
+        config: Config | None = getattr(shards.replan, "config", None)
+        return shards.resolved.plan if config is None else config
+
+    @property
+    def module_shards(self) -> tuple[nn.Module, ...]:
+        """The ranks' modules, by rank; rank 0's is this one."""
+        return tuple(shards_of(self).trees)
+
+    @property
+    def modified_parameters_names(self) -> set[str]:
+        """The parameters of which some rank holds less than the whole, by their names in the unsplit model."""
+        tensors = shards_of(self).tensors.values()
+        cut = (t for t in tensors if (t.is_cut or t.plan.rank0_only) and not t.plan.is_buffer and len(self.devices) > 1)
+        return {name for tensor in cut for name in tensor.plan.names}
+
+    @property
+    def param_fractions(self) -> tuple[float, ...]:
+        """The share of the model's parameters (in elements) that each rank holds, by rank."""
+        shards = shards_of(self)
+        parameters = [tensor for tensor in shards.tensors.values() if not tensor.plan.is_buffer]
+        total = sum(prod(tensor.plan.layout.shape) for tensor in parameters)
+        held = [
+            sum(piece.tensor.numel() for t in parameters for piece in t.pieces if rank in piece.ranks)
+            for rank in range(shards.world_size)
+        ]
+        return tuple(count / max(total, 1) for count in held)
+
+    @property
+    def need_delayed_init(self) -> bool:
+        """Whether the parts still wait on the CPU for the first call (`delay_init`)."""
+        return shards_of(self).delayed is not None
+
+    @property
+    def preserve_shards_when_saving(self) -> bool:
+        """False: `state_dict` speaks of whole tensors under plain names, always."""
+        return False
+
+    @property
+    def sharding_manager(self) -> None:
+        """None: what the plan leaves whole is whole."""
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         shards = up_to_date(self)
@@ -105,7 +173,14 @@ class _Before:
     lock: Any
 
 
-def _split_again(before: _Before, module: nn.Module, leaves: Leaves, differences: Sequence[str]) -> None:
+def delay(model: nn.Module, devices: Sequence[torch.device], output_device: torch.device) -> None:
+    """Let the parts of a model, which lie on the CPU, move to `devices` when it is first called."""
+    shards_of(model).delayed = tuple(devices), output_device
+
+
+def _split_again(
+    before: _Before, module: nn.Module, leaves: Leaves, differences: Sequence[str], delayed: Delayed | None
+) -> None:
     """Split a joined model: by the plan that it had, where modules, shapes and what leads its forward are what that was
     made for."""
     resolved, replan, log = before.resolved, before.replan, logging.getLogger(__name__)
@@ -120,8 +195,10 @@ def _split_again(before: _Before, module: nn.Module, leaves: Leaves, differences
         level = logging.WARNING if replan.given else logging.INFO
         log.log(level, "planning %s anew%s: %s", name, ", in place of the given plan" if replan.given else "", why)
         resolved = resolve(replan(module), len(before.devices))
-    how = resolved, before.devices, before.output_device, before.wrapper
-    split(module, *how, before.replan, leaves, before.lock)
+    devices, output_device = before.devices, before.output_device
+    if delayed is not None:
+        devices, output_device = delayed
+    split(module, resolved, devices, output_device, before.wrapper, replan, leaves, before.lock)
 
 
 def split(
@@ -182,7 +259,7 @@ def check_device_ids(device_ids: Sequence[Device] | None = None) -> tuple[torch.
 
 
 def as_device(given: Device) -> torch.device:
-    """One device, checked and with its index (cuda is the current CUDA device; CPUs have none).
+    """One device, checked and with its index ("cuda" is cuda:0; CPUs have none).
 
     Raises:
         DeviceError: it is unknown or does not exist.
@@ -199,7 +276,7 @@ def as_device(given: Device) -> torch.device:
         return torch.device("cpu")
     _check_exists(device)
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", 0)
     return device
 
 

@@ -1,11 +1,13 @@
 """Plans as frozen data: the nouns, resolving for a world size, JSON, tables."""
 
 from tensor_parallel.plan.check import check_plan
+from tensor_parallel.plan.config import Config
 from tensor_parallel.plan.plan import (
     Boundary,
     CallSite,
     Draw,
     Factor,
+    HandRule,
     LocalSize,
     Lookup,
     ModulePlan,
@@ -18,8 +20,10 @@ from tensor_parallel.plan.resolve import ResolvedPlan, resolve
 __all__ = [
     "Boundary",
     "CallSite",
+    "Config",
     "Draw",
     "Factor",
+    "HandRule",
     "LocalSize",
     "Lookup",
     "ModulePlan",

@@ -4,11 +4,12 @@ partners and blocks, never ranks or devices, so that one plan serves any world s
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensor_parallel.layout import REPLICATE, DimLayout, Placement, TensorLayout
+from tensor_parallel.plan.state_actions import StateAction
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +39,7 @@ class TensorPlan:
     gathered: cut one layer by itself with its output gathered, because there was no trace.
     nbytes: bytes of the whole tensor.
     reason: why it is whole; "" where it is cut.
+    action: makes each rank's part, where a rule by hand has a function for it; the layout is whole then.
     """
 
     names: tuple[str, ...]
@@ -47,10 +49,11 @@ class TensorPlan:
     rank0_only: bool = False
     gathered: bool = False
     reason: str = ""
+    action: StateAction | None = None
 
     @property
     def is_cut(self) -> bool:
-        return bool(self.layout.factors)
+        return bool(self.layout.factors) or self.action is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +136,25 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class HandRule:
+    """One rule by hand at a module, done to the letter (see `tp.Config`).
+
+    kind: "input", "output" or "attribute".  key: position or keyword, of an attribute its name.
+    action: in words ("split -1", "gather -1", "sum", "scale", "scale_int"), or a function of a value and the rank.
+    """
+
+    kind: Literal["input", "output", "attribute"]
+    key: int | str
+    action: str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
 class ModulePlan:
     """Everything that one module does differently on a rank.
 
     inputs and outputs list each tensor that is not replicated on both sides; what is not listed is replicated.
     last: with its output the ranks have met for the last time in the traced forwards.
+    rules: by hand.
     calls: of the root, where a module is `last`: the modules that its own code calls.
     """
 
@@ -149,6 +166,7 @@ class ModulePlan:
     draws: tuple[Draw, ...] = ()
     last: bool = False
     calls: tuple[str, ...] = ()
+    rules: tuple[HandRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

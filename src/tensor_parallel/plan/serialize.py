@@ -25,6 +25,7 @@ from tensor_parallel.plan.plan import (
     CallSite,
     Draw,
     Factor,
+    HandRule,
     LocalSize,
     Lookup,
     ModulePlan,
@@ -105,8 +106,29 @@ def _block(name: str, data: Mapping[str, Any] | list[Any]) -> str:
     return f"  {json.dumps(name)}: {opening}{body}{closing}"
 
 
+def _refuse_functions(plan: Plan) -> None:
+    for key, tensor in plan.tensors.items():
+        if tensor.action is not None:
+            raise PlanError(
+                f"{key} is cut by {tensor.action}, a function, and no file can hold it: use tp.state_actions' own "
+                "actions, or keep the tp.Config instead of the plan"
+            )
+    for name, module in plan.modules.items():
+        for rule in module.rules:
+            if not isinstance(rule.action, str):
+                raise PlanError(
+                    f"the {rule.kind} rule {rule.key!r} of {name or 'the model'} is {rule.action}, a function, and no "
+                    "file can hold it: use actions in words, or keep the tp.Config instead of the plan"
+                )
+
+
 def to_json(plan: Plan) -> str:
-    """The plan as JSON text; `from_json` gives an equal plan back."""
+    """The plan as JSON text; `from_json` gives an equal plan back.
+
+    Raises:
+        PlanError: it holds functions of rules by hand; names the first.
+    """
+    _refuse_functions(plan)
     members = [
         f'  "format": {json.dumps(FORMAT)}',
         f'  "version": {VERSION}',
@@ -291,6 +313,14 @@ _call_site = _record(
     },
 )
 _draw = _record(Draw, {"index": _Node.integer, "function": _Node.text, "placement": _optional(_placement)})
+_hand_rule = _record(
+    HandRule,
+    {
+        "kind": _one_of("input", "output", "attribute"),
+        "key": lambda node: node.value if isinstance(node.value, str) else node.integer(least=None),
+        "action": _Node.text,
+    },
+)
 _module = _record(
     ModulePlan,
     {
@@ -302,6 +332,7 @@ _module = _record(
         "draws": _tuple_of(_draw),
         "last": _Node.flag,
         "calls": _tuple_of(_Node.text),
+        "rules": _tuple_of(_hand_rule),
     },
 )
 _tensor = _record(

@@ -16,17 +16,23 @@ WHOLE_REASON = "there are no example_inputs to trace, and it belongs to no plain
 _LAYERS: dict[type[nn.Module], tuple[int, int, str]] = {
     nn.Linear: (0, -1, "unit"),
     nn.Embedding: (1, -1, "unit"),
+    nn.EmbeddingBag: (1, -1, "unit"),
     nn.Conv1d: (0, -2, "channel"),
     nn.Conv2d: (0, -3, "channel"),
     nn.Conv3d: (0, -4, "channel"),
+    nn.ConvTranspose1d: (1, -2, "channel"),
+    nn.ConvTranspose2d: (1, -3, "channel"),
+    nn.ConvTranspose3d: (1, -4, "channel"),
 }
 """Layer class -> (dim of the weight that makes outputs, dim of the output, what a unit is)."""
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def _splittable(module: nn.Module) -> bool:
     if type(module) not in _LAYERS or getattr(module, "groups", 1) != 1:
         return False
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+    if isinstance(module, _TABLES) and (module.max_norm is not None or module.sparse):
         return False
     return module.__dict__.get("forward") is None and bool(isinstance(module.weight, torch.Tensor))
 
@@ -54,7 +60,7 @@ def layerwise_plan(module: nn.Module, world_size: int) -> Plan:
             dims = [DimLayout.whole(n) for n in parameter.shape]
             dims[dim if key == "weight" else 0] = cut
             layouts[keys[id(parameter)]] = TensorLayout(tuple(dims))
-        whole_input = () if isinstance(layer, nn.Embedding) else (Boundary("input", gathers_gradient=True),)
+        whole_input = () if isinstance(layer, _TABLES) else (Boundary("input", gathers_gradient=True),)
         modules[name] = ModulePlan(whole_input, (Boundary("", shard(out_dim, cut), REPLICATE),))
         traffic.append(Traffic(name, "", "all_gather", 1, 0))
     tensors = {}

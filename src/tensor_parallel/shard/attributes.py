@@ -22,19 +22,21 @@ def _inactive() -> None:
     return None
 
 
-class LocalSizes(dict[str, "int | Overlaid"]):
-    """One module's local values, by the plain attribute that the code reads first: an int, or what an object's ints
-    are. `active` tells whether the rank's own code is running in this thread."""
+class LocalSizes(dict[str, Any]):
+    """One module's local values, by the plain attribute that the code reads first: an int (by hand also something
+    else), or what an object's ints are. `active` tells whether the rank's own code is running in this thread."""
 
     __slots__ = ("active",)
 
-    def __init__(self, values: Mapping[str, int | Overlaid], active: Active) -> None:
+    def __init__(self, values: Mapping[str, Any], active: Active) -> None:
         super().__init__(values)
         self.active = active
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalSizes:
         """Fresh ones under the same `active`, which belongs to the running model and is never copied."""
-        return LocalSizes({k: v if isinstance(v, int) else Overlaid(v.sizes) for k, v in self.items()}, self.active)
+        return LocalSizes(
+            {k: Overlaid(v.sizes) if isinstance(v, Overlaid) else v for k, v in self.items()}, self.active
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module reads its whole values: it has left its ranks."""
@@ -70,7 +72,7 @@ def _descriptor(cls: type, name: str) -> property:
                 rank = sizes.active()
                 if rank is not None and rank is not False:
                     local = sizes[name]
-                    return local if local.__class__ is int else local.over(plain(self), sizes.active)
+                    return local.over(plain(self), sizes.active) if local.__class__ is Overlaid else local
         return values[name] if name in values else getattr(super(cls, self), name)
 
     def plain(self: Any) -> Any:
@@ -96,7 +98,7 @@ def install_local_attributes(cls: type, names: Iterable[str]) -> None:
             setattr(cls, name, _descriptor(cls, name))
 
 
-def local_attributes(module: nn.Module, sizes: Mapping[str, int], active: Callable[[], Any]) -> None:
+def local_attributes(module: nn.Module, sizes: Mapping[str, Any], active: Callable[[], Any]) -> None:
     """Let the code of `module` read `sizes` in place of its own integers while `active()`, and everybody else the whole
     ones. Writes go to the real attributes.
 
@@ -107,7 +109,7 @@ def local_attributes(module: nn.Module, sizes: Mapping[str, int], active: Callab
     if not sizes:
         return
     install_local_attributes(type(module), sizes)
-    local: dict[str, int | Overlaid] = {}
+    local: dict[str, Any] = {}
     inside: dict[str, dict[str, int]] = {}
     for path, size in sizes.items():
         first, _, rest = path.partition(".")

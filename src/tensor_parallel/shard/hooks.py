@@ -68,6 +68,8 @@ def run_own_hooks(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
     """One rank's call of a module at which user code, or a recorder that is switched on, sees whole values."""
     shards, rank = slot.shards, slot.rank
+    if shards.by_hand:
+        _refuse_parts(slot, (args, kwargs))
     if slot.around is not None:
         args, kwargs, _ = slot.around.enter(args, kwargs)
 
@@ -86,15 +88,40 @@ def call_watched(module: nn.Module, slot: Slot, args: Any, kwargs: Any) -> Any:
     return slot.around.leave(result, None)
 
 
+def _refuse_parts(slot: Slot, given: Any) -> None:
+    """Raise PlanError where rules by hand leave a part on each rank of what a module with user code gets: nobody knows
+    how to make it whole."""
+    group = slot.shards.team.groups[slot.rank]
+    first = dict(leaves(group.broadcast_object(given)))
+    for path, tensor in leaves(given):
+        if isinstance(tensor, torch.Tensor) and not _alike(first[path].detach(), tensor.detach()):
+            raise PlanError(
+                f"{slot.name} has a hook or a patched forward, and what it gets is not the same on all ranks: the "
+                "rules of the tp.Config leave a part of it on each; put the hook at a module that gets whole tensors, "
+                "or leave the rules out: a plan that is found by itself shows hooks whole tensors everywhere"
+            )
+
+
 def spare_modules(modules: Mapping[str, ModulePlan]) -> frozenset[str]:
     """The innermost modules with spare outputs, by name."""
     found = sorted(name for name, plan in modules.items() if name and any(b.spare for b in plan.outputs))
     return frozenset(name for name in found if not any(other.startswith(f"{name}.") for other in found))
 
 
-def check_replicas(name: str, outputs: Sequence[Any]) -> None:
-    """Raise PlanError where the ranks' outputs differ that should be the same: the call took a path that the plan was
-    not made for, and rank 0's part would be taken for the whole."""
+_NOT_PLANNED = (
+    'the plan was not made for this call. For attention weights load the model with attn_implementation="eager" before '
+    "the split; where that is not enough, split with example_inputs that take this path, such as "
+    "{'input_ids': ids, 'output_attentions': True}"
+)
+BY_HAND = (
+    "the rules of the tp.Config leave a part of it on each rank. An output rule ('gather DIM' or 'sum') at this module "
+    "or at the one around it that is called, makes it whole"
+)
+
+
+def check_replicas(name: str, outputs: Sequence[Any], why: str = _NOT_PLANNED) -> None:
+    """Raise PlanError where the ranks' outputs differ that should be the same: rank 0's part would be taken for the
+    whole."""
     others = [dict(leaves(output)) for output in outputs[1:]]
     for path, tensor in leaves(outputs[0]):
         if not isinstance(tensor, torch.Tensor):
@@ -103,12 +130,7 @@ def check_replicas(name: str, outputs: Sequence[Any]) -> None:
             twin = other.get(path)
             if not isinstance(twin, torch.Tensor) or not _alike(tensor.detach(), twin.detach()):
                 where = ".".join(map(str, path)) or "itself"
-                raise PlanError(
-                    f"the output {where} of {name or 'the model'} is not the same on all ranks: the plan was not made "
-                    'for this call. For attention weights load the model with attn_implementation="eager" before the '
-                    "split; where that is not enough, split with example_inputs that take this path, such as "
-                    "{'input_ids': ids, 'output_attentions': True}"
-                )
+                raise PlanError(f"the output {where} of {name or 'the model'} is not the same on all ranks: {why}")
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:

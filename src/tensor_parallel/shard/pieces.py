@@ -45,7 +45,7 @@ class SplitTensor:
     def whole(self, device: torch.device | None = None) -> torch.Tensor:
         """The whole tensor, detached, on `device` (None: rank 0's): the leaf's own data where nothing cuts it and it
         lies there, else a new one."""
-        return self._joined([piece.tensor.detach() for piece in self.pieces], device)
+        return self.joined([piece.tensor.detach() for piece in self.pieces], device)
 
     def whole_gradient(self, device: torch.device | None = None) -> torch.Tensor | None:
         """The whole gradient, None where none arrived at any piece; `device` as of `whole`."""
@@ -56,32 +56,53 @@ class SplitTensor:
             torch.zeros_like(piece.tensor) if grad is None else grad.detach()
             for grad, piece in zip(found, self.pieces, strict=True)
         ]
-        return self._joined([grad.to_dense() if grad.is_sparse else grad for grad in filled], device)
+        dense = [grad.to_dense() if grad.is_sparse else grad for grad in filled]
+        return self.joined(dense, device) if self.plan.action is None else self._pulled_back(dense, device)
+
+    def _pulled_back(self, gradients: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+        """The gradient of the whole that a function makes the parts of: by the function's own derivative."""
+        whole = self.whole(device).requires_grad_()
+        with torch.enable_grad():
+            parts = [self.plan.action(whole, rank) for rank in range(self.world_size)]  # type: ignore[misc]
+        if not all(part.requires_grad for part in parts):  # it computes past autograd: all that is left is the way back
+            return self.joined(gradients, device)
+        given = [gradient.to(part.device) for gradient, part in zip(gradients, parts, strict=True)]
+        return torch.autograd.grad(parts, whole, given)[0]
 
     def put(self, whole: torch.Tensor) -> None:
         """Copy a whole tensor's values into the pieces."""
         with torch.no_grad():
             for piece in self.pieces:
-                if self.is_cut:
+                if self.plan.action is not None:
+                    piece.tensor.copy_(self.part(whole, piece.ranks[0], piece.tensor.device))
+                elif self.is_cut:
                     pick(piece.tensor, whole, self.plan.layout, self.cuts, piece.ranks[0])
                 else:
                     piece.tensor.copy_(whole)
+
+    def part(self, whole: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
+        """`rank`'s part of a whole tensor (its stand-in, where it holds nothing), a tensor of its own on `device`."""
+        return cut(whole, self.plan, self.cuts, rank, device)
 
     def assign(self, whole: torch.Tensor) -> None:
         """Make the pieces those of `whole`, its dtype included; each stays on its own device and the same object."""
         for piece in self.pieces:
             device = piece.tensor.device
             if self.is_cut:
-                piece.tensor.data = cut(whole.detach(), self.plan.layout, self.cuts, piece.ranks[0], device)
+                piece.tensor.data = self.part(whole.detach(), piece.ranks[0], device)
             else:
                 piece.tensor.data = whole.detach().to(device)
 
-    def _joined(self, found: Sequence[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    def joined(self, found: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+        """The whole of one tensor a piece, as `whole` of the pieces themselves."""
         if not self.is_cut:
             return found[0] if device is None else found[0].to(device)
         parts = [found[0]] * self.world_size
         for piece, tensor in zip(self.pieces, found, strict=True):
             parts[piece.ranks[0]] = tensor
+        if self.plan.action is not None:
+            whole = self.plan.action.undo(parts)
+            return whole if device is None else whole.to(device)
         return join(parts, self.plan.layout, self.cuts, device)
 
 
@@ -91,12 +112,21 @@ def pick(local: torch.Tensor, whole: torch.Tensor, layout: TensorLayout, cuts: C
         part.copy_(block)
 
 
-def cut(whole: torch.Tensor, layout: TensorLayout, cuts: Cuts, rank: int, device: torch.device) -> torch.Tensor:
+def cut(whole: torch.Tensor, plan: TensorPlan, cuts: Cuts, rank: int, device: torch.device) -> torch.Tensor:
     """`rank`'s part of `whole` (its stand-in, where it holds nothing) as a tensor of its own on `device`."""
-    local = torch.empty(local_shape(layout, cuts, rank), dtype=whole.dtype, device=device)
     with torch.no_grad():
-        pick(local, whole.detach(), layout, cuts, rank)
+        if plan.action is not None:
+            return plan.action(whole.detach(), rank).detach().to(device, copy=True).contiguous()
+        local = torch.empty(local_shape(plan.layout, cuts, rank), dtype=whole.dtype, device=device)
+        pick(local, whole.detach(), plan.layout, cuts, rank)
     return local
+
+
+def held_by(plan: TensorPlan, cuts: Cuts, world_size: int) -> list[tuple[int, ...]]:
+    """The ranks that hold the same piece, for each piece."""
+    if plan.action is not None:
+        return [(rank,) for rank in range(world_size)]
+    return [tuple(ranks) for ranks in holders(plan.layout, cuts, world_size)]
 
 
 def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor) -> None:
@@ -112,7 +142,7 @@ def check_tensor(plan: TensorPlan, resolved: ResolvedPlan, tensor: torch.Tensor)
         raise PlanError(f"{name} is planned both cut and on rank 0 only; it can be one of them")
     if not plan.is_buffer and type(tensor) is not nn.Parameter:
         raise PlanError(f"{name} is a {type(tensor).__name__}: only a plain nn.Parameter can be cut; plan it whole")
-    if holds_nothing(plan.layout.factors, resolved.cuts, 0):
+    if plan.action is None and holds_nothing(plan.layout.factors, resolved.cuts, 0):
         raise PlanError(f"rank 0 holds nothing of {name}; give rank 0 at least one unit of {plan.layout.factors}")
     for dim, layout in enumerate(plan.layout.dims):
         held = {tuple(resolved.cuts[f] for f in segment.factors) for segment in layout.segments}
@@ -159,20 +189,19 @@ def cut_parameter(
         gradient = None
     at_rest: list[torch.Tensor | None] = [None] * world_size
     pieces: list[Piece] = []
-    for ranks in holders(plan.layout, cuts, world_size):
+    for ranks in held_by(plan, cuts, world_size):
         owner = ranks[0]
-        data = cut(parameter, plan.layout, cuts, owner, devices[owner])
+        data = cut(parameter, plan, cuts, owner, devices[owner])
         own = data if owner == 0 else _leaf_for(leaves.get(owner), data, parameter.requires_grad)
-        pieces.append(Piece(tuple(ranks), own))
-    for rank in range(world_size):
-        if holds_nothing(plan.layout.factors, cuts, rank):
-            at_rest[rank] = cut(parameter, plan.layout, cuts, rank, devices[rank])
+        pieces.append(Piece(ranks, own))
+    for rank in set(range(world_size)).difference(*(piece.ranks for piece in pieces)):
+        at_rest[rank] = cut(parameter, plan, cuts, rank, devices[rank])
     parameter.data = pieces[0].tensor
     pieces[0].tensor = _leaf_of(parameter)
     for piece in pieces:
         if gradient is not None:
             owner = piece.ranks[0]
-            piece.tensor.grad = cut(gradient, plan.layout, cuts, owner, devices[owner])
+            piece.tensor.grad = cut(gradient, plan, cuts, owner, devices[owner])
         for rank in piece.ranks:
             at_rest[rank] = piece.tensor
     return SplitTensor(plan, pieces, cuts, world_size), [t for t in at_rest if t is not None]
@@ -206,4 +235,4 @@ def cut_buffer(
     """`rank`'s own copy of a buffer, or of its part of it, on `device`."""
     if plan is None or not plan.is_cut:
         return buffer.detach().to(device, copy=True)
-    return cut(buffer, plan.layout, resolved.cuts, rank, device)
+    return cut(buffer, plan, resolved.cuts, rank, device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
-from tensor_parallel.shard.hooks import check_replicas, note_outputs, run_own_hooks, watch
+from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
@@ -47,8 +47,9 @@ def run_on_all(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dic
                     outputs = _run_prepared(shards, name, inputs, spare)
         if not current:
             return type(module).forward(module, *args, **kwargs)
-    if spare:
-        check_replicas(name, outputs)
+    if spare or (shards.by_hand and name not in shards.proven):
+        check_replicas(name, outputs, *([BY_HAND] if shards.by_hand else []))
+        shards.proven.add(name)
     if outputs[-1] is not None:
         for adapter in shards.adapters:
             adapter.adopt(outputs, shards)

@@ -97,6 +97,8 @@ class ModelShards:
     has_tail: whether the plan says which gather is the last.  under_way: None between runs.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
     seen_drawing: by module, whether its first call from outside, not in training, made random calls.
+    delayed: the devices that the parts go to at the first call.
+    by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     lock: runs take turns.
     """
 
@@ -123,8 +125,11 @@ class ModelShards:
     routes: Routes = field(init=False)
     retired: bool = False
     assigned: set[int] = field(default_factory=set)
+    by_hand: bool = False
+    proven: set[str] = field(default_factory=set)
     replan: Any = None
-    again: Callable[[nn.Module, Leaves, Sequence[str]], None] | None = None
+    again: Callable[[nn.Module, Leaves, Sequence[str], Any], None] | None = None
+    delayed: Any = None
     training: bool | None = None
     seen_drawing: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None

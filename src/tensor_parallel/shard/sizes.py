@@ -13,6 +13,7 @@ from tensor_parallel.layout import local_size, runs
 from tensor_parallel.plan import ModulePlan
 from tensor_parallel.shard.attributes import local_attributes
 from tensor_parallel.shard.call_sites import TABLE, call_sizes, with_local_sizes
+from tensor_parallel.shard.hand_rules import local_attribute_values
 from tensor_parallel.shard.shards import ModelShards
 
 
@@ -75,7 +76,7 @@ def localise_sizes(
     """Make `module`, of the class `own_class` made for it, read `rank`'s own integers while a rank runs it."""
     cuts = shards.resolved.cuts
     sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
-    local_attributes(module, sizes, shards.team.rank_here)
+    local_attributes(module, {**sizes, **local_attribute_values(module, plan, rank)}, shards.team.rank_here)
     if plan.call_sites:
         module.__dict__[TABLE] = call_sizes(plan.call_sites, cuts, rank)
     for lookup in plan.lookups:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensor_parallel.shard.pieces import MARK, SplitTensor, cut
+from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.shards import Slot
 
 
@@ -101,7 +101,7 @@ def _hand_on(slot: Slot, cut_tensors: dict[str, SplitTensor]) -> None:
             holder: Any = peer._parameters if name in peer._parameters else peer._buffers
             old = holder[name]
             if not any(piece.tensor is old for piece in split.pieces):
-                holder[name] = cut(split.whole(), split.plan.layout, split.cuts, rank, old.device)
+                holder[name] = split.part(split.whole(), rank, old.device)
 
 
 def _replace(holder: Any, items: dict[str, Any]) -> None:

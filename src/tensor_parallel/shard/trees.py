@@ -16,6 +16,7 @@ from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
 from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.borders import RankView, compile_borders
+from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
@@ -268,6 +269,7 @@ def _register_parts(child: nn.Module, shards: ModelShards) -> None:
 def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -> None:
     """Swap every module's class and give it its slot."""
     shards.borders_by_call = [[] for _ in shards.devices]
+    shards.by_hand = any(plan.rules for plan in shards.resolved.plan.modules.values())
     shards.spare = spare_modules(shards.resolved.plan.modules)
     outputs = [boundary.path for plan in shards.resolved.plan.modules.values() for boundary in plan.outputs]
     shards.gathered = frozenset(path.partition(".")[0] for path in outputs if path and not path[0].isdigit())
@@ -288,6 +290,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])
+            slot.own_forward = ruled_forward(slot.own_forward, plan, path, signature, shards.team.groups[rank])
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             last = tail.exit if tail is not None and plan.last else None
             slot.inside = compile_borders(plan, own, signature, view, "inside", last)

@@ -115,7 +115,7 @@ def follow_changes(shards: ModelShards) -> bool:
         return False
     routes = shards.routes
     differences = routes.differences() if routes.stale() else []
-    if not differences and not _is_stale(shards):
+    if not differences and shards.delayed is None and not _is_stale(shards):
         return True
     root = shards.visible[""]()
     if root is None or shards.again is None:
@@ -123,7 +123,7 @@ def follow_changes(shards: ModelShards) -> bool:
     _refuse_exchanged(shards)
     again = shards.again
     with _own_forwards(root):
-        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences))
+        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences, shards.delayed))
     return False
 
 
@@ -201,4 +201,4 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         with shards.lock, _own_forwards(root):
             found = [*differences, *routes.since(root, before)]
-            _in_fresh_thread(lambda: again(root, leaves, found))
+            _in_fresh_thread(lambda: again(root, leaves, found, shards.delayed))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from tensor_parallel.layout import holders
 from tensor_parallel.shard import ModelShards, shards_of
+from tensor_parallel.shard.pieces import held_by
 from tensor_parallel.state import full_state_dict
 from tensor_parallel.verify.checks import Check, compare_tensors, describe
 from tensor_parallel.verify.compare import EXACT, NOISE_FACTOR, compare_runs, rounding_of_sums
@@ -113,7 +113,7 @@ def _assert_copies_equal(shards: ModelShards) -> None:
     for key, planned in shards.resolved.plan.tensors.items():
         if planned.rank0_only:
             continue
-        for first, *others in holders(planned.layout, shards.resolved.cuts, len(held)):
+        for first, *others in held_by(planned, shards.resolved.cuts, len(held)):
             for rank in others:
                 mine, copied = held[first].get(key), held[rank].get(key)
                 if mine is not None and copied is not None and not torch.equal(copied.cpu(), mine.cpu()):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from tensor_parallel.layout import put_local
 from tensor_parallel.shard import ModelShards
 from tensor_parallel.verify.checks import Check, compare_tensors
 
@@ -51,11 +50,7 @@ def _split_step(shards: ModelShards, optimizer: Optimizer) -> tuple[dict[str, to
     queue = iter(stepped)
     whole = {}
     for key, split in parameters.items():
-        parts = [(piece.ranks[0], next(queue)) for piece in split.pieces]
-        joined = parts[0][1].new_empty(split.plan.layout.shape)
-        for rank, part in parts:
-            put_local(joined, part.to(joined.device), split.plan.layout, shards.resolved.cuts, rank)
-        whole[key] = joined
+        whole[key] = split.joined([next(queue) for _ in split.pieces])
     return whole, norm
 
 
