@@ -74,7 +74,7 @@ def test_the_default_is_one_cpu_where_there_is_no_cuda(monkeypatch):
     "keywords",
     [
         {"sharded": True}, {"distributed": True}, {"ratios": [1, 2]}, {"runtime": "processes"},
-        {"process_group": object()}, {"device_mesh": object()}, {"verify": True}, {"strict": False},
+        {"process_group": object()}, {"device_mesh": object()}, {"verify": True},
         {"sharded_param_names": ["x"]},
     ],
 )  # fmt: skip
@@ -86,9 +86,12 @@ def test_what_comes_later_is_named(keywords):
     assert type(model) is MLP
 
 
-def test_a_config_of_rules_comes_later():
-    with pytest.raises(NotImplementedError, match="tensor_parallel_config"):
-        tp.tensor_parallel(MLP(), ["cpu"] * 2, {"rules": 1})
+@pytest.mark.parametrize("given", [{"rules": 1}, ("inputs",), "plan.json"])
+def test_another_kind_of_config_is_named(given):
+    with pytest.raises(
+        TypeError, match=rf"tensor_parallel_config is a {type(given).__name__}; a tp\.Plan or a tp\.Config"
+    ):
+        tp.tensor_parallel(MLP(), ["cpu"] * 2, given)
 
 
 def test_unknown_keywords_are_named_with_the_nearest():
@@ -119,8 +122,8 @@ def test_no_module_no_parameters_and_split_already():
         tp.tensor_parallel(split, ["cpu"] * 2)
     with pytest.raises(tp.AlreadySplitError, match="split already"):
         tp.tensor_parallel(nn.Sequential(split.up), ["cpu"] * 2)
-    with pytest.raises(TypeError, match=r"tp\.tensor_parallel"):
-        tp.TensorParallel(MLP(), ["cpu"])
+    with pytest.raises(tp.AlreadySplitError):
+        tp.TensorParallel(split, ["cpu"] * 2)
 
 
 def test_example_inputs_in_every_form():
