@@ -21,7 +21,7 @@ from tensor_parallel.errors import (
     TraceError,
     VerificationError,
 )
-from tensor_parallel.factory import make_plan, tensor_parallel
+from tensor_parallel.factory import Sharded, make_plan, tensor_parallel
 from tensor_parallel.plan import Config, Plan, state_actions
 from tensor_parallel.plan.state_actions import StateAction
 from tensor_parallel.shard import whole_parameters
@@ -47,6 +47,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "Sharded",
     "SplitError",
     "StateAction",
     "TensorParallel",

@@ -23,7 +23,8 @@ from tensor_parallel.plan.table import bytes_text, counted
 from tensor_parallel.planner import DEFAULT_RULES, Rules
 from tensor_parallel.shard import check_splittable
 from tensor_parallel.shard.shards import slot_of
-from tensor_parallel.tensor_parallel import Device, TensorParallel, as_device, check_device_ids, delay, split
+from tensor_parallel.tensor_parallel import ALL, Device, TensorParallel, as_device, check_device_ids, delay, split
+from tensor_parallel.zero import sharded_plan
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -59,6 +60,8 @@ def tensor_parallel(
         forward.
     example_inputs: a dict or a tuple of what the forward takes, or a list of them: what to trace with. transformers
         models make their own. Without any, each linear, embedding and convolution layer is split by itself.
+    sharded: True: what the plan leaves whole is cut evenly over the ranks, put together just before it is needed and
+        freed after (ZeRO-3).  sharded_param_names: which parameters, by name; default: all.
     strict: False: a rule of a tp.Config that fits nothing warns; else it raises.
     delay_init: the parts stay on the CPU until the model is first called.
     output_device, output_device_index: where outputs go, one of the devices or its index; default: the first.
@@ -74,7 +77,7 @@ def tensor_parallel(
         SplitError: cutting failed; the module is used up.
     """
     _refuse_unknown(kwargs)
-    _refuse_later(tensor_parallel_config, distributed, sharded, sharded_param_names, kwargs)
+    _refuse_later(tensor_parallel_config, distributed, kwargs)
     devices = check_device_ids(device_ids)
     output_device = _output_device(devices, kwargs.get("output_device"), kwargs.get("output_device_index"))
     _check_module(module)
@@ -95,7 +98,15 @@ def tensor_parallel(
     replan = _Replan(len(devices), kwargs.get("example_inputs"), tensor_parallel_config is not None, config)
     delayed = bool(kwargs.get("delay_init"))
     home = [torch.device("cpu")] * len(devices) if delayed else devices
-    made = split(module, resolved, home, home[devices.index(output_device)], _wrapper_for(module), replan)
+    wanted = _sharded(sharded, sharded_param_names)
+    if wanted is not None:
+        sharded_plan(plan, module, len(devices), sharded_param_names)  # raises before anything is changed
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise PlanError(
+                "sharded=True of a model without values (meta device): load it, then model.apply_sharding()"
+            )
+    out = home[devices.index(output_device)]
+    made = split(module, resolved, home, out, _wrapper_for(module), replan, sharded=wanted)
     if delayed:
         delay(made, devices, output_device)
     return made
@@ -260,9 +271,7 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             raise TypeError(f"tensor_parallel() got an unknown keyword {name!r}; {cure}")
 
 
-def _refuse_later(
-    config: Any, distributed: bool | None, sharded: bool | None, names: Any, kwargs: Mapping[str, Any]
-) -> None:
+def _refuse_later(config: Any, distributed: bool | None, kwargs: Mapping[str, Any]) -> None:
     """Raise NotImplementedError for what comes with later versions, by the keyword's name."""
     if config is not None and not isinstance(config, (Plan, Config)):
         cure = {
@@ -280,8 +289,6 @@ def _refuse_later(
         )
     later = {
         "distributed": distributed,
-        "sharded": sharded,
-        "sharded_param_names": names,
         "ratios": kwargs.get("ratios"),
         "process_group": kwargs.get("process_group"),
         "device_mesh": kwargs.get("device_mesh"),
@@ -309,6 +316,28 @@ def _output_device(devices: tuple[torch.device, ...], device: Any, index: int | 
     if found not in devices:
         raise DeviceError(f"output_device {found} is not among the devices {', '.join(map(str, devices))}")
     return found
+
+
+def _sharded(sharded: bool | None, names: Sequence[str] | None) -> tuple[str, ...] | None:
+    if sharded is False and names is not None:
+        raise ValueError("sharded_param_names is given and sharded is False; give one of both")
+    if not sharded and names is None:
+        return None
+    if isinstance(names, str):
+        raise TypeError(f"sharded_param_names is {names!r}; give a list of names")
+    return ALL if names is None else tuple(names)
+
+
+def Sharded(module: nn.Module, sharded_param_names: Sequence[str] | None = None) -> nn.Module:
+    """`module.apply_sharding(sharded_param_names)`, and the module.
+
+    Raises:
+        TypeError: the module is not split.  PlanError: see `TensorParallel.apply_sharding`.
+    """
+    if not isinstance(module, TensorParallel):
+        raise TypeError(f"tp.Sharded shards split models, and {type(module).__name__} is none; split it first")
+    module.apply_sharding(sharded_param_names)
+    return module
 
 
 def _check_module(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tensor_parallel.errors import PlanError
 from tensor_parallel.plan import Config, Plan, resolve
-from tensor_parallel.shard import MARK, named_tensors, part_of, shards_of
+from tensor_parallel.shard import MARK, named_tensors, part_of, shards_of, up_to_date
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         TensorParallelError: the model is not split.
     """
     found = {}
-    for key, tensor in named_tensors(shards_of(model)):
+    for key, tensor in named_tensors(up_to_date(model)):
         gradient = tensor.whole_gradient()
         if gradient is not None:
             found[key] = gradient
@@ -91,7 +91,8 @@ def infer_sharded_device_map(model: nn.Module) -> dict[str, torch.device]:
     """
     shards = shards_of(model)
     prefix = "wrapped_model." if hasattr(model, "wrapped_model") else ""
-    devices = shards.devices if shards.delayed is None else shards.delayed[0]
+    pending = shards.pending
+    devices = shards.devices if pending is None or pending.devices is None else pending.devices
     found = {}
     for rank, tree in enumerate(shards.trees):
         for walk in (tree.named_parameters, tree.named_buffers):

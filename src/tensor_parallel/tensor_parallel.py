@@ -22,6 +22,7 @@ from tensor_parallel.shard import (
     ModelShards,
     SplitModule,
     check_optimizers,
+    is_assembled,
     is_by_rank,
     joined_copy,
     joined_state,
@@ -30,9 +31,10 @@ from tensor_parallel.shard import (
     split_module,
     up_to_date,
 )
+from tensor_parallel.zero import ShardingManager, sharded_plan
 
-Delayed = tuple[tuple[torch.device, ...], torch.device]
-"""Devices, and the one for outputs."""
+ALL: tuple[str, ...] = ("*",)
+"""Every parameter that is whole is sharded."""
 Device = str | int | torch.device
 
 
@@ -100,7 +102,7 @@ class TensorParallel(SplitModule):
         """The rules that were given, else the plan."""
         shards = shards_of(self)
         config: Config | None = getattr(shards.replan, "config", None)
-        return shards.resolved.plan if config is None else config
+        return shards.before.resolved.plan if config is None else config
 
     @property
     def module_shards(self) -> ModuleShards:
@@ -130,7 +132,8 @@ class TensorParallel(SplitModule):
     @property
     def need_delayed_init(self) -> bool:
         """Whether the parts still wait on the CPU for the first call (`delay_init`)."""
-        return shards_of(self).delayed is not None
+        pending = shards_of(self).pending
+        return pending is not None and pending.devices is not None
 
     @property
     def preserve_shards_when_saving(self) -> bool:
@@ -138,9 +141,31 @@ class TensorParallel(SplitModule):
         return False
 
     @property
-    def sharding_manager(self) -> None:
-        """None: what the plan leaves whole is whole."""
-        return None
+    def sharding_manager(self) -> ShardingManager | None:
+        """What is kept in pieces of what the plan leaves whole; None without `sharded=True`."""
+        shards = shards_of(self)
+        if shards.before.sharded is None:
+            return None
+        return ShardingManager(tuple(key for key, tensor in shards.tensors.items() if is_assembled(tensor)))
+
+    def apply_sharding(self, names: Sequence[str] | None = None) -> None:
+        """Cut what the plan leaves whole evenly over the ranks, as `sharded=True` does (ZeRO-3): put together just
+        before it is needed and freed after, gradients and optimiser states for the pieces alone.
+
+        names: which parameters, by their names in the unsplit model; None: all.
+
+        Raises:
+            PlanError: an unknown name, or one that the plan cuts already; sharded already; parameters without values.
+        """
+        shards = up_to_date(self)
+        if shards.before.sharded is not None:
+            raise PlanError("the model is sharded already; apply_sharding can be called once")
+        if shards.empty:
+            raise PlanError("apply_sharding: parameters have no values yet (meta device); load them first")
+        wanted = ALL if names is None else tuple(names)
+        sharded_plan(shards.resolved.plan, self, shards.world_size, names)  # raises before anything is changed
+        shards.pending = _Pending(sharded=wanted)
+        up_to_date(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As of the unsplit model. A state dict that version 2.0 wrote, with an entry a rank, is joined first.
@@ -156,12 +181,15 @@ class TensorParallel(SplitModule):
         shards = up_to_date(self)
         fresh = joined_copy(self, memo)
         wrapper = type(self).__bases__[0]
-        return _again(fresh, shards.resolved, shards.devices, shards.output_device, wrapper, shards.replan)
+        before = shards.before
+        return _again(
+            fresh, before.resolved, shards.devices, shards.output_device, wrapper, shards.replan, before.sharded
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         shards = up_to_date(self)
-        made_from = joined_copy(self, {}), shards.resolved, shards.devices, shards.output_device
-        return _again, (*made_from, type(self).__bases__[0], shards.replan)
+        made_from = joined_copy(self, {}), shards.before.resolved, shards.devices, shards.output_device
+        return _again, (*made_from, type(self).__bases__[0], shards.replan, shards.before.sharded)
 
     @classmethod
     def _adapters(cls) -> list[Adapter]:
@@ -175,11 +203,12 @@ def _again(
     output_device: torch.device,
     wrapper: type[TensorParallel],
     replan: Replan | None = None,
+    sharded: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """Split a copy as its original was."""
     for device in devices:
         _check_exists(device)
-    return split(module, resolved, devices, output_device, wrapper, replan)
+    return split(module, resolved, devices, output_device, wrapper, replan, sharded=sharded)
 
 
 @dataclass(frozen=True)
@@ -193,15 +222,25 @@ class _Before:
     replan: Replan | None
     kinds: Mapping[str, Any]
     lock: Any
+    sharded: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """How a model is to be split again at its next call, where that is otherwise than before."""
+
+    devices: tuple[torch.device, ...] | None = None
+    output_device: torch.device | None = None
+    sharded: tuple[str, ...] | None = None
 
 
 def delay(model: nn.Module, devices: Sequence[torch.device], output_device: torch.device) -> None:
     """Let the parts of a model, which lie on the CPU, move to `devices` when it is first called."""
-    shards_of(model).delayed = tuple(devices), output_device
+    shards_of(model).pending = _Pending(tuple(devices), output_device)
 
 
 def _split_again(
-    before: _Before, module: nn.Module, leaves: Leaves, differences: Sequence[str], delayed: Delayed | None
+    before: _Before, module: nn.Module, leaves: Leaves, differences: Sequence[str], pending: _Pending | None
 ) -> None:
     """Split a joined model: by the plan that it had, where modules, shapes and what leads its forward are what that was
     made for."""
@@ -217,10 +256,11 @@ def _split_again(
         level = logging.WARNING if replan.given else logging.INFO
         log.log(level, "planning %s anew%s: %s", name, ", in place of the given plan" if replan.given else "", why)
         resolved = resolve(replan(module), len(before.devices))
-    devices, output_device = before.devices, before.output_device
-    if delayed is not None:
-        devices, output_device = delayed
-    split(module, resolved, devices, output_device, before.wrapper, replan, leaves, before.lock)
+    devices, output_device, sharded = before.devices, before.output_device, before.sharded
+    if pending is not None:
+        devices, output_device = pending.devices or devices, pending.output_device or output_device
+        sharded = pending.sharded if sharded is None else sharded
+    split(module, resolved, devices, output_device, before.wrapper, replan, leaves, before.lock, sharded)
 
 
 def split(
@@ -232,11 +272,13 @@ def split(
     replan: Replan | None = None,
     leaves: Leaves | None = None,
     lock: Any = None,
+    sharded: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """Split `module` in place over `devices` by a resolved plan; the module, with `wrapper` mixed into its class.
 
     replan: makes a plan anew when modules of the split model were changed.  leaves: of an earlier split.
     lock: of an earlier split: who waits for the model's turn waits for this one too.
+    sharded: parameters that are whole and to be kept in pieces (ALL: all of them), None for none.
 
     Raises:
         PlanError, AlreadySplitError, NotImplementedError: before anything is changed.
@@ -244,11 +286,16 @@ def split(
     """
     kinds, start = kinds_of(module), time.perf_counter()
     make_team: Callable[[], ThreadTeam] = lambda: ThreadTeam(devices)  # noqa: E731
+    given = resolved
+    if sharded is not None:
+        plan = sharded_plan(resolved.plan, module, len(devices), None if sharded == ALL else sharded)
+        resolved = resolve(plan, len(devices))
     shards: ModelShards = split_module(
         module, resolved, devices, make_team, output_device=output_device, mixins=(wrapper,), leaves=leaves
     )
     shards.replan, shards.lock = replan, lock or shards.lock
-    before = _Before(resolved, shards.devices, output_device, wrapper, replan, kinds, shards.lock)
+    before = _Before(given, shards.devices, output_device, wrapper, replan, kinds, shards.lock, sharded)
+    shards.before = before
     shards.again = functools.partial(_split_again, before)
     check_optimizers(shards)
     logging.getLogger(__name__).info(

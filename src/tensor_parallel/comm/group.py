@@ -49,6 +49,11 @@ class Group(Protocol):
         holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""
         ...
 
+    def assemble(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor of this shape whose flat stretches the ranks hold, one after the other. It may share memory with
+        the other ranks', and must not be written into."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """The tensor of the first rank of this rank's list in `holders` (by default all ranks are one list), of which
         the others of the list have the same values already: nothing is sent. In backward the first gets the sum of the

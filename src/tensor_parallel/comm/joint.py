@@ -113,6 +113,19 @@ def _copy(tensor: torch.Tensor, device: torch.device, apart: bool) -> torch.Tens
     return tensor.detach().to(device, copy=True) if apart else tensor.detach().to(device)
 
 
+def assemble_to_ranks(parts: Sequence[torch.Tensor], shape: Sequence[int], devices: Devices, inside: Inside) -> Results:
+    """The tensor whose flat stretches the ranks hold, for each rank; on one device all share its memory: nobody may
+    write into it. In backward each stretch gets its part of the sum of the gradients, in rank order."""
+    if _needs_node(parts):
+        return list(_Assemble.apply(tuple(shape), tuple(devices), inside, *parts))  # type: ignore[no-untyped-call]
+    return _assemble(parts, shape, devices)
+
+
+def _assemble(parts: Sequence[torch.Tensor], shape: Sequence[int], devices: Devices) -> Results:
+    whole = torch.cat([part.detach().to(devices[0]) for part in parts]).view(shape)
+    return [whole, *(whole.detach().to(device) for device in devices[1:])]
+
+
 def share_from_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same values on every rank; the first rank's alone take the gradient: the sum of all, in rank order."""
     if not (torch.is_grad_enabled() and tensors[0].requires_grad):
@@ -229,6 +242,23 @@ class _ScatterToRanks(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _refuse_inside(ctx.inside)
         return None, None, None, *gather_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], devices: Devices, inside: Inside, *parts: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.inside, ctx.sizes, ctx.homes = inside, [part.numel() for part in parts], [part.device for part in parts]
+        return tuple(_assemble(parts, shape, devices))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _refuse_inside(ctx.inside)
+        arrived = [grad for grad in grads if grad is not None]
+        if not arrived:
+            return (None,) * (3 + len(ctx.sizes))
+        parts = torch.split(add_in_order(arrived, arrived[0].device).reshape(-1), ctx.sizes)
+        return None, None, None, *(part.to(home) for part, home in zip(parts, ctx.homes, strict=True))
 
 
 class _ShareFromFirst(torch.autograd.Function):

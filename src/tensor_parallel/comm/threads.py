@@ -11,7 +11,14 @@ import torch
 
 from tensor_parallel.comm.gather import GatherPlan, plan_gather
 from tensor_parallel.comm.group import Holders
-from tensor_parallel.comm.joint import copy_to_ranks, gather_to_ranks, share_from_first, sum_into, sum_to_ranks
+from tensor_parallel.comm.joint import (
+    assemble_to_ranks,
+    copy_to_ranks,
+    gather_to_ranks,
+    share_from_first,
+    sum_into,
+    sum_to_ranks,
+)
 from tensor_parallel.comm.rendezvous import Rendezvous
 from tensor_parallel.errors import CollectiveError
 from tensor_parallel.layout import Cuts, Placement
@@ -90,6 +97,12 @@ class _Meeting(Rendezvous):
         first = [True] + [False] * (self.size - 1)
         whole = gather_to_ranks(parts, plan, first, self.is_rank, filled=not in_parts)[0]
         return [(whole, plan if in_parts else None)] * self.size
+
+    def assemble(self, values: list[tuple[torch.Tensor, Sequence[int]]]) -> Sequence[Any]:
+        shape = values[0][1]
+        if any(tuple(other) != tuple(shape) for _, other in values):
+            raise CollectiveError(f"assembly of different tensors: {[tuple(s) for _, s in values]}")
+        return assemble_to_ranks([tensor for tensor, _ in values], shape, self.devices, self.is_rank)
 
     def share(self, values: list[tuple[torch.Tensor, Holders | None]]) -> Sequence[torch.Tensor]:
         tensors = [tensor for tensor, _ in values]
@@ -233,6 +246,13 @@ class ThreadGroup:
             meeting.standing_by = None
             meeting.work_alone(False)
             meeting.meet(0, "stand by", _from_first, True, ordered=False)
+
+    def assemble(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """See Group."""
+        result: torch.Tensor = self._meeting.meet(self._rank, "assemble", self._meeting.assemble, (tensor, shape))
+        if self.record is not None:
+            self.record.append(("assemble", result.nbytes))
+        return result
 
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """See Group. The result shares the tensor's memory; without gradients it is the tensor.

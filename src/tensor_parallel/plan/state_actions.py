@@ -17,6 +17,9 @@ from tensor_parallel.layout import DimLayout, Part, Segment, TensorLayout
 class StateAction(ABC):
     """How each rank's part of a tensor is made, and the tensor of all parts."""
 
+    assembled = False
+    """Whether ranks compute with the whole, and only keep parts."""
+
     @abstractmethod
     def __call__(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """`rank`'s part of a whole tensor."""
@@ -128,6 +131,25 @@ class Scale(StateAction):
 
     def undo(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0] * self.world_size
+
+
+@dataclass(frozen=True)
+class FlatShard(StateAction):
+    """A stretch of the flattened tensor for each rank, which computes with the whole (ZeRO-3).
+
+    sizes: of the stretches, by rank.  shape: of the whole.
+    """
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    assembled = True
+
+    def __call__(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        return tensor.reshape(-1).narrow(0, sum(self.sizes[:rank]), self.sizes[rank])
+
+    def undo(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).reshape(self.shape)
 
 
 @dataclass(frozen=True)

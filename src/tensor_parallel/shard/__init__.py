@@ -1,5 +1,6 @@
 """Plan -> this rank's module: pieces, trees, borders, sizes, whole state dicts."""
 
+from tensor_parallel.shard.assembly import is_assembled
 from tensor_parallel.shard.joined import base_class, joined_copy
 from tensor_parallel.shard.memory import bytes_held
 from tensor_parallel.shard.module import SplitModule
@@ -24,6 +25,7 @@ __all__ = [
     "bytes_held",
     "check_optimizers",
     "check_splittable",
+    "is_assembled",
     "is_by_rank",
     "joined_copy",
     "joined_state",

@@ -56,8 +56,8 @@ def _cure(model: nn.Module, splitting: bool) -> str:
         cures += ["a model that lies on the CPU before it is split", "devices that nothing else uses"]
     else:
         cures.append("shorter or fewer rows in a batch")
-        own = hasattr(model, "gradient_checkpointing_enable")
-        how = "model.gradient_checkpointing_enable()" if own else "torch.utils.checkpoint around its layers"
+        own = hasattr(model, "activation_checkpointing_enable")
+        how = "model.activation_checkpointing_enable()" if own else "torch.utils.checkpoint around its layers"
         cures.append(f"in training activation checkpointing ({how})")
         cures.append("where no gradients are needed, torch.inference_mode()")
     return "what helps: " + ", ".join(cures)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import DeviceError, PlanError
+from tensor_parallel.shard.assembly import reading
 from tensor_parallel.shard.hooks import call_watched, record, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
 from tensor_parallel.shard.run import run_on_all
@@ -241,10 +242,13 @@ def split_class(
     mixins: tuple[type, ...],
     methods: Mapping[str, Callable[..., Any]],
     own_forward: Callable[..., Any],
+    *,
+    assembles: bool = False,
 ) -> type[nn.Module]:
     """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`.
 
     methods: those that the subclass has in place of the base's.  own_forward: what a rank does.
+    assembles: its modules have parameters of which each rank keeps a piece.
     """
 
     @functools.wraps(base.forward)
@@ -268,6 +272,7 @@ def split_class(
         "__new__": new,
         "forward": forward,
         "_tp_base": base,
+        **({"__getattr__": reading(base)} if assembles else {}),
     }
     meta: Any = type(base)
     made: type[nn.Module] = meta(base.__name__, (*mixins, base), namespace)

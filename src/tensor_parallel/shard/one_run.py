@@ -38,10 +38,11 @@ class Run:
         forward is asked for.
     ends_alone: whether rank 0 does alone what follows the last gather (see tail.py).
     given: by rank, the objects that the root's modules got and gave: the caches among them belong together.
+    wholes: by rank, what was assembled (see assembly.py), by address.  slots: of the modules that it was for.
     in_regions: by rank, how many checkpoints are around its code now: their recomputation must go the same way.
     """
 
-    __slots__ = ("_cuts", "_scopes", "counterparts", "ends_alone", "given", "in_regions", "own_call")
+    __slots__ = ("_cuts", "_scopes", "counterparts", "ends_alone", "given", "in_regions", "own_call", "slots", "wholes")
 
     def __init__(self, world_size: int, cuts: Cuts) -> None:
         self._cuts = cuts
@@ -51,6 +52,13 @@ class Run:
         self.ends_alone = False
         self.given: list[list[Any]] = [[] for _ in range(world_size)]
         self.in_regions = [0] * world_size
+        self.wholes: list[dict[int, Any]] = [{} for _ in range(world_size)]
+        self.slots: list[Any] = []
+
+    def end(self) -> None:
+        """Let assembled parameters go that were read outside of their modules' own forwards."""
+        for slot in self.slots:
+            slot.wholes.clear()
 
     def draw_layout(self, rank: int, function: str) -> Drawn | None:
         """How the tensor of `rank`'s next random call lies; None where the plan does not know."""

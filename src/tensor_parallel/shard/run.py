@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
+from tensor_parallel.shard.assembly import saving_references
 from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.loading import finish_loading
 from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
@@ -67,7 +68,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
     def work(rank: int) -> Any:
         own = shards.module(rank, name)
         own_args, own_kwargs = inputs[rank]
-        with shards.bound(rank, copies), handled(shards, rank):
+        with shards.bound(rank, copies), saving_references(shards, rank), handled(shards, rank):
             output = enter(own, own.__dict__["_tp_slot"], own_args, own_kwargs)
         shards.team.groups[rank].release()
         return output

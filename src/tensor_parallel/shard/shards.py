@@ -96,8 +96,9 @@ class ModelShards:
     gathered: the items of outputs ("hidden_states") that the plan takes up as parts, and gathers.
     has_tail: whether the plan says which gather is the last.  under_way: None between runs.
     assigned: ids of the parameters that stand in modules by the split or by assignment.
+    assembles: some ranks compute with wholes of what they hold in pieces (see assembly.py).
     empty: tensors were split that have no values yet.
-    delayed: the devices that the parts go to at the first call.
+    before: how it was split.  pending: how the model is to be split again at the next call.
     by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     seen_drawing: by module, whether its first call from outside, not in training, made random calls.
     lock: runs take turns.
@@ -130,8 +131,10 @@ class ModelShards:
     proven: set[str] = field(default_factory=set)
     replan: Any = None
     again: Callable[[nn.Module, Leaves, Sequence[str], Any], None] | None = None
-    delayed: Any = None
+    pending: Any = None
+    before: Any = None
     empty: bool = False
+    assembles: bool = False
     training: bool | None = None
     seen_drawing: dict[str, bool] = field(default_factory=dict)
     joined: dict[int, torch.Tensor] | None = None
@@ -213,6 +216,7 @@ class ModelShards:
             yield run
         finally:
             self.under_way = None
+            run.end()
 
     @contextmanager
     def counting_from(self, rank: int, counts: Sequence[int] = ()) -> Iterator[None]:
@@ -320,12 +324,14 @@ class Slot:
     """What one module of one rank's tree knows about the split; kept in its `__dict__`.
 
     A visible module's slot keeps the split model's data alive; a hidden one's refers to it weakly.  survey: the root's.
+    assembled: the parameters that a rank computes with the whole of.  wholes: those that it has now.
     """
 
     __slots__ = (
         "_owned",
         "_seen",
         "around",
+        "assembled",
         "draws",
         "inside",
         "loading",
@@ -336,6 +342,7 @@ class Slot:
         "rank_here",
         "survey",
         "watched",
+        "wholes",
     )
 
     def __init__(self, shards: ModelShards, rank: int, name: str, own_forward: Callable[..., Any]) -> None:
@@ -352,6 +359,8 @@ class Slot:
         self.draws: Mapping[int, Draw] = {}
         self.loading = False
         self.survey: Survey | None = None
+        self.assembled: Mapping[str, SplitTensor] = {}
+        self.wholes: dict[Any, torch.Tensor] = {}
 
     @property
     def shards(self) -> ModelShards:

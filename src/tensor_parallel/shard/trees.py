@@ -15,6 +15,7 @@ from torch import nn
 from tensor_parallel.errors import AlreadySplitError, PlanError, SplitError
 from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
+from tensor_parallel.shard.assembly import assembled_names, letting_go
 from tensor_parallel.shard.borders import RankView, compile_borders
 from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.hooks import spare_modules
@@ -280,17 +281,20 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     classes: dict[Any, type[nn.Module]] = {}
     forwards: dict[Any, Callable[..., Any]] = {}
     for path, child in list(module.named_modules()):
-        base = base_class(child)
+        base, assembled = base_class(child), assembled_names(child, shards)
+        shards.assembles = shards.assembles or bool(assembled)
         plan = shards.resolved.plan.modules.get(path, NO_PLAN)
         signature = _signature(base)
-        key = (base, plan.call_sites, bool(plan.lookups), bool(plan.draws), path == "")
+        key = (base, plan.call_sites, bool(plan.lookups), bool(plan.draws), path == "", bool(assembled))
         if key not in classes:
             own_forward, bases = local_forward(base, plan), mixins if path == "" else (SplitModule,)
-            classes[key] = split_class(base, bases, local_methods(base, plan), own_forward)
+            classes[key] = split_class(base, bases, local_methods(base, plan), own_forward, assembles=bool(assembled))
             forwards[key] = classes[key].forward if checkpoints_itself(base) else own_forward
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
             slot = Slot(shards, rank, path, forwards[key])
+            if assembled:
+                slot.assembled, slot.own_forward = assembled, letting_go(slot.own_forward)
             slot.own_forward = ruled_forward(slot.own_forward, plan, path, signature, shards.team.groups[rank])
             view = RankView(rank, shards.team.groups[rank], shards.resolved.cuts)
             last = tail.exit if tail is not None and plan.last else None

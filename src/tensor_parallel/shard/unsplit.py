@@ -118,7 +118,7 @@ def follow_changes(shards: ModelShards) -> bool:
         adopt_loaded(shards)
     routes = shards.routes
     differences = routes.differences() if routes.stale() else []
-    if not differences and shards.delayed is None and not _is_stale(shards):
+    if not differences and shards.pending is None and not _is_stale(shards):
         return True
     root = shards.visible[""]()
     if root is None or shards.again is None:
@@ -126,7 +126,7 @@ def follow_changes(shards: ModelShards) -> bool:
     _refuse_exchanged(shards)
     again = shards.again
     with _own_forwards(root):
-        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences, shards.delayed))
+        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences, shards.pending))
     return False
 
 
@@ -204,4 +204,4 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         with shards.lock, _own_forwards(root):
             found = [*differences, *routes.since(root, before)]
-            _in_fresh_thread(lambda: again(root, leaves, found, shards.delayed))
+            _in_fresh_thread(lambda: again(root, leaves, found, shards.pending))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from tensor_parallel.shard import ModelShards, shards_of
+from tensor_parallel.shard import ModelShards, up_to_date
 from tensor_parallel.shard.pieces import held_by
 from tensor_parallel.state import full_state_dict
 from tensor_parallel.verify.checks import Check, compare_tensors, describe
@@ -45,7 +45,7 @@ def assert_parity(
     Raises:
         AssertionError: names the first difference, in the reference's order.
     """
-    shards = shards_of(split)
+    shards = up_to_date(split)
     if gradient_tolerance is None:
         gradient_tolerance = max(tolerance, _own_rounding(reference, inputs, seed))
     mine, theirs = _runs(split, reference, shards, inputs, seed)

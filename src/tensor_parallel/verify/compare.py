@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import VerificationError
-from tensor_parallel.shard import shards_of
+from tensor_parallel.shard import up_to_date
 from tensor_parallel.verify.checks import Check, Verification, compare_tensors, describe, largest
 from tensor_parallel.verify.runs import Run, forward_backward, fresh_run, plain_gradients, undisturbed, whole_gradients
 from tensor_parallel.verify.steps import Optimizer, compare_steps, usual_optimizer
@@ -145,7 +145,7 @@ def verify(
         ValueError: arguments that do not go together.
         VerificationError: a difference, where `raise_on_failure`; names the first and the worst.
     """
-    shards = shards_of(model)
+    shards = up_to_date(model)
     cases = _as_list(inputs)
     _check_arguments(reference, model, cases, generate)
     home = next((parameter.device for parameter in reference.parameters()), torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import nn
 from tensor_parallel.layout import Cuts, TensorLayout
 from tensor_parallel.plan import Plan, TensorPlan, Traffic
 from tensor_parallel.plan.table import bytes_text, counted, fold, plan_table, render
-from tensor_parallel.shard import ModelShards, bytes_held, shards_of
+from tensor_parallel.shard import ModelShards, bytes_held, up_to_date
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         TensorParallelError: the model is not split.
     """
-    shards = shards_of(model)
+    shards = up_to_date(model)
     resolved = shards.resolved
     world_size, cuts, plan = resolved.world_size, resolved.cuts, resolved.plan
     total = split = gathered = 0.0
