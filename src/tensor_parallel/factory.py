@@ -149,7 +149,11 @@ class _Replan:
         try:
             return make_plan(module, self.world_size, self.example_inputs)
         except TraceError as error:
-            logging.getLogger(__name__).warning("the changed model is split layer by layer: %s", error)
+            logging.getLogger(__name__).warning(
+                "%s was changed, and its new plan was made without a trace, layer by layer (exact, but less is split "
+                "and more is sent): %s",
+                *(type(module).__name__, error),
+            )
             return planner.layerwise_plan(module, self.world_size)
 
 
@@ -181,15 +185,15 @@ def make_plan(
     if padded:
         try:
             return planner.make_plan(module, world_size, [*inputs, *padded], rules=rules)
-        except TraceError:
-            pass  # the forward takes no such mask: what was given is all there is
+        except TraceError as error:  # the forward takes no such mask: what was given is all there is
+            logging.getLogger(__name__).debug("planned without padding: %s", error)
     plan = planner.make_plan(module, world_size, inputs, rules=rules)
     labelled = _labelled_too(module, inputs, plan) if example_inputs is None else []
     if labelled:
         try:
             return planner.make_plan(module, world_size, [*inputs, *labelled], rules=rules)
-        except TraceError:
-            pass  # labels of another kind: the forward is called without them, or given an example
+        except TraceError as error:  # labels of another kind: the forward is called without them, or given an example
+            logging.getLogger(__name__).debug("planned without labels: %s", error)
     return plan
 
 

@@ -19,8 +19,8 @@ Parts = Sequence[torch.Tensor | None]
 Devices = Sequence[torch.device]
 Receives = Sequence[bool]
 Results = list[torch.Tensor | None]
-Inside = Callable[[], bool]
-"""Whether the calling thread runs a rank: a gradient taken there would see one rank's part alone."""
+Check = Callable[[], None]
+"""Raises where backward cannot go through: see Rendezvous.check_backward."""
 
 
 def backward_order() -> int:
@@ -48,11 +48,11 @@ def add_in_order(parts: Sequence[torch.Tensor], device: torch.device) -> torch.T
     return total.to(first.dtype) if wide else total
 
 
-def sum_to_ranks(parts: Parts, devices: Devices, receives: Receives, inside: Inside, *, filled: bool = True) -> Results:
+def sum_to_ranks(parts: Parts, devices: Devices, receives: Receives, check: Check, *, filled: bool = True) -> Results:
     """The sum of the parts that take part, for each rank that receives it, on its device. Where it shall not be filled,
     the caller adds into it (`sum_into`)."""
     if _needs_node(parts):
-        wanted = tuple(devices), tuple(receives), inside, filled
+        wanted = tuple(devices), tuple(receives), check, filled
         return list(_SumToRanks.apply(*wanted, *parts))  # type: ignore[no-untyped-call]
     return _sum(parts, devices, receives, filled)
 
@@ -67,20 +67,20 @@ def sum_into(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def gather_to_ranks(
-    parts: Parts, plan: GatherPlan, receives: Receives, inside: Inside, *, filled: bool = True
+    parts: Parts, plan: GatherPlan, receives: Receives, check: Check, *, filled: bool = True
 ) -> Results:
     """The whole tensor, for each rank that receives it; a part that is None counts as zeros. Where it shall not be
     filled, the caller copies the parts into it."""
     if _needs_node(parts):
-        return list(_GatherToRanks.apply(plan, tuple(receives), inside, filled, *parts))  # type: ignore[no-untyped-call]
+        return list(_GatherToRanks.apply(plan, tuple(receives), check, filled, *parts))  # type: ignore[no-untyped-call]
     return _gather(parts, plan, receives, filled)
 
 
-def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, inside: Inside) -> Results:
+def scatter_to_ranks(wholes: Parts, plan: GatherPlan, receives: Receives, check: Check) -> Results:
     """The adjoint of gather_to_ranks: the sum of the wholes, cut for each rank that receives a part of it; zeros where
     the gather does not read a rank's part."""
     if _needs_node(wholes):
-        return list(_ScatterToRanks.apply(plan, tuple(receives), inside, *wholes))  # type: ignore[no-untyped-call]
+        return list(_ScatterToRanks.apply(plan, tuple(receives), check, *wholes))  # type: ignore[no-untyped-call]
     return _scatter(wholes, plan, receives, views=True)
 
 
@@ -113,11 +113,11 @@ def _copy(tensor: torch.Tensor, device: torch.device, apart: bool) -> torch.Tens
     return tensor.detach().to(device, copy=True) if apart else tensor.detach().to(device)
 
 
-def assemble_to_ranks(parts: Sequence[torch.Tensor], shape: Sequence[int], devices: Devices, inside: Inside) -> Results:
+def assemble_to_ranks(parts: Sequence[torch.Tensor], shape: Sequence[int], devices: Devices, check: Check) -> Results:
     """The tensor whose flat stretches the ranks hold, for each rank; on one device all share its memory: nobody may
     write into it. In backward each stretch gets its part of the sum of the gradients, in rank order."""
     if _needs_node(parts):
-        return list(_Assemble.apply(tuple(shape), tuple(devices), inside, *parts))  # type: ignore[no-untyped-call]
+        return list(_Assemble.apply(tuple(shape), tuple(devices), check, *parts))  # type: ignore[no-untyped-call]
     return _assemble(parts, shape, devices)
 
 
@@ -185,27 +185,19 @@ def _scatter(wholes: Parts, plan: GatherPlan, receives: Receives, views: bool = 
     ]
 
 
-def _refuse_inside(inside: Inside) -> None:
-    if inside():
-        raise NotImplementedError(
-            "a gradient was taken inside a rank (torch.autograd.grad or backward in the model's own forward) through a "
-            "collective, where it would see one rank's part alone; take it outside the split module"
-        )
-
-
 class _SumToRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, devices: Devices, receives: Receives, inside: Inside, filled: bool, *parts: torch.Tensor | None
+        ctx: Any, devices: Devices, receives: Receives, check: Check, filled: bool, *parts: torch.Tensor | None
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.devices, ctx.receives, ctx.inside = devices, receives, inside
+        ctx.devices, ctx.receives, ctx.check = devices, receives, check
         return tuple(_sum(parts, devices, receives, filled))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _refuse_inside(ctx.inside)
-        return None, None, None, None, *sum_to_ranks(grads, ctx.devices, ctx.needs_input_grad[4:], ctx.inside)
+        ctx.check()
+        return None, None, None, None, *sum_to_ranks(grads, ctx.devices, ctx.needs_input_grad[4:], ctx.check)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -215,16 +207,16 @@ class _SumToRanks(torch.autograd.Function):
 class _GatherToRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, filled: bool, *parts: torch.Tensor | None
+        ctx: Any, plan: GatherPlan, receives: Receives, check: Check, filled: bool, *parts: torch.Tensor | None
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.receives, ctx.inside = plan, receives, inside
+        ctx.plan, ctx.receives, ctx.check = plan, receives, check
         return tuple(_gather(parts, plan, receives, filled))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _refuse_inside(ctx.inside)
-        return None, None, None, None, *scatter_to_ranks(grads, ctx.plan, ctx.needs_input_grad[4:], ctx.inside)
+        ctx.check()
+        return None, None, None, None, *scatter_to_ranks(grads, ctx.plan, ctx.needs_input_grad[4:], ctx.check)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -233,27 +225,27 @@ class _GatherToRanks(torch.autograd.Function):
 
 class _ScatterToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: GatherPlan, receives: Receives, inside: Inside, *wholes: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, plan: GatherPlan, receives: Receives, check: Check, *wholes: torch.Tensor | None) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.receives, ctx.inside = plan, receives, inside
+        ctx.plan, ctx.receives, ctx.check = plan, receives, check
         return tuple(_scatter(wholes, plan, receives))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _refuse_inside(ctx.inside)
-        return None, None, None, *gather_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.inside)
+        ctx.check()
+        return None, None, None, *gather_to_ranks(grads, ctx.plan, ctx.needs_input_grad[3:], ctx.check)
 
 
 class _Assemble(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], devices: Devices, inside: Inside, *parts: torch.Tensor) -> Any:
+    def forward(ctx: Any, shape: Sequence[int], devices: Devices, check: Check, *parts: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.inside, ctx.sizes, ctx.homes = inside, [part.numel() for part in parts], [part.device for part in parts]
+        ctx.check, ctx.sizes, ctx.homes = check, [part.numel() for part in parts], [part.device for part in parts]
         return tuple(_assemble(parts, shape, devices))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _refuse_inside(ctx.inside)
+        ctx.check()
         arrived = [grad for grad in grads if grad is not None]
         if not arrived:
             return (None,) * (3 + len(ctx.sizes))

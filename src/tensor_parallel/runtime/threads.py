@@ -14,7 +14,7 @@ import torch
 
 from tensor_parallel.comm.draws import Layouts
 from tensor_parallel.comm.joint import align_backward_order, backward_order
-from tensor_parallel.comm.rendezvous import Rendezvous
+from tensor_parallel.comm.rendezvous import Graphs, Rendezvous
 from tensor_parallel.comm.threads import ThreadGroup, thread_groups
 from tensor_parallel.runtime.caller_state import CallerState, forget_casts
 from tensor_parallel.runtime.joint_random import JointRandom
@@ -123,6 +123,11 @@ class ThreadTeam:
     @property
     def world_size(self) -> int:
         return len(self.devices)
+
+    @property
+    def graphs(self) -> Graphs:
+        """What autograd made of its runs."""
+        return self._meeting.graphs
 
     def rank_here(self) -> int | None:
         """The rank that runs in the calling thread; None in any other thread."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, regions
+from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, regions, runs
 from tensor_parallel.plan import ResolvedPlan, TensorPlan
 
 MARK = "@"
@@ -79,6 +79,16 @@ class SplitTensor:
                     pick(piece.tensor, whole, self.plan.layout, self.cuts, piece.ranks[0])
                 else:
                     piece.tensor.copy_(whole)
+
+    def lies_as(self, other: SplitTensor) -> bool:
+        """Whether the pieces are the same leaves, each of them the same part of the whole; factors may have other
+        names."""
+        if [(p.ranks, id(p.tensor)) for p in self.pieces] != [(p.ranks, id(p.tensor)) for p in other.pieces]:
+            return False
+        mine, theirs = (
+            [[runs(dim, t.cuts, p.ranks[0]) for dim in t.plan.layout.dims] for p in t.pieces] for t in (self, other)
+        )
+        return mine == theirs and self.plan.action == other.plan.action
 
     def part(self, whole: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
         """`rank`'s part of a whole tensor (its stand-in, where it holds nothing), a tensor of its own on `device`."""
