@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 import transformers
+from changed import assert_equal_files, assert_equal_models
 from torch import nn
 
 import tensor_parallel as tp
@@ -172,32 +173,19 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def assert_equal_models(split, reference, tolerance=1e-11):
-    close = {"atol": tolerance, "rtol": tolerance}
-    outputs = [model(IDS, use_cache=False).logits for model in (reference, split)]
-    torch.testing.assert_close(outputs[1], outputs[0], **close)
-    for model, output in zip((reference, split), outputs, strict=True):
-        model.zero_grad()
-        output.pow(2).mean().backward()
-    mine = tp.full_gradients(split)
-    theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert sorted(mine) == sorted(theirs)
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(mine[name], gradient, **close, msg=lambda text, name=name: f"{name}: {text}")
-    state, wanted = split.state_dict(), reference.state_dict()
-    assert list(state) == list(wanted)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(state[name], tensor, **close)
+def logits(model):
+    return model(IDS, use_cache=False).logits
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_act_on_all_ranks(change, ranks):
+def test_changes_act_on_all_ranks(change, ranks, tmp_path):
     reference, split = pair(ranks)
     split(IDS)
     change(reference)
     change(split)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
+    assert_equal_files(split, reference, tmp_path)
     assert isinstance(split, tp.TensorParallelPreTrainedModel)
     assert any(tensor.is_cut for tensor in shards_of(split).tensors.values())
 
@@ -207,7 +195,7 @@ def test_changes_of_a_tied_model(change):
     reference, split = pair(2, tied=True)
     change(reference)
     change(split)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
     assert split.lm_head.weight is split.model.embed_tokens.weight
 
 
@@ -258,7 +246,7 @@ def test_whole_parameters_keeps_identities_also_after_an_error():
     after = dict(split.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
 
 
 def test_gradients_are_whole_within_it():

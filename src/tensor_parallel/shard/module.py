@@ -68,8 +68,8 @@ class SplitModule(nn.Module):
         if name == "training":
             slot.shards.training = None
         for peer in slot.peers():
-            if name in peer._parameters:  # a deleted parameter's name: the model is split again at the next run
-                continue
+            if name in peer._parameters or name in peer._modules or name in peer._buffers:
+                continue  # the name of something deleted: the model is split again at the next run
             if isinstance(value, torch.Tensor):
                 device = slot.shards.devices[peer.__dict__["_tp_slot"].rank]
                 setattr(peer, name, value if value.requires_grad else value.to(device, copy=True))
