@@ -389,3 +389,62 @@ def test_cut_buffers_that_the_forward_and_the_user_exchange(ranks):
     reference.average.zero_()
     assert_equal_models(copy.deepcopy(split), copy.deepcopy(reference), lambda model: model(X))
     assert_equal_models(split, reference, lambda model: model(X))
+
+
+class Late(nn.Module):
+    """Reads `late` on a path that is not traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.late = nn.Linear(6, 14), nn.Linear(14, 6), F.gelu
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x, late=False):
+        hidden = self.up(x)
+        return self.down(self.late(hidden) if late else torch.relu(hidden))
+
+
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, h):
+        return h * self.factor
+
+
+def late_function(model):
+    model.late = torch.tanh
+
+
+def late_lambda(model):
+    model.late = lambda h: torch.relu(h) * model.scale
+
+
+def late_tensor(model):
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    model.late = lambda h: torch.relu(h) * factor
+
+
+def late_object(model):
+    model.late = Times(3.0)
+
+
+def late_method(model):
+    model.late = fresh(Gate).act
+
+
+def late_module(model):
+    del model.late
+    model.late = nn.Softplus()
+
+
+LATE = [late_function, late_lambda, late_tensor, late_object, late_method, late_module]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("change", LATE, ids=lambda change: change.__name__)
+def test_a_callable_reaches_all_ranks_also_off_the_traced_path(change, ranks):
+    reference = fresh(Late, 0)
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, example_inputs=(X,))
+    split(X), change(reference), change(split)
+    assert_equal_models(split, reference, lambda model: model(X, late=True))

@@ -75,6 +75,8 @@ class SplitModule(nn.Module):
                 setattr(peer, name, value if value.requires_grad else value.to(device, copy=True))
             elif not callable(value) or isinstance(value, type) or _is_free_function(value):
                 setattr(peer, name, value)
+            elif name != "forward":  # it may belong to modules or tensors of rank 0; patched forwards are user code
+                slot.shards.unmirrored = True
 
     def __delattr__(self, name: str) -> None:
         slot = self.__dict__.get("_tp_slot")

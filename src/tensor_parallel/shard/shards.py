@@ -102,6 +102,7 @@ class ModelShards:
     before: how it was split.  pending: how the model is to be split again at the next call.
     by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     seen_drawing: by module, whether its first call from outside, not in training, made random calls.
+    unmirrored: a callable was set that other ranks need a copy of: the model is split again at the next run.
     earlier: graphs of earlier splits that these parts serve as well.
     lock: runs take turns.
     """
@@ -128,6 +129,7 @@ class ModelShards:
     under_way: Run | None = None
     routes: Routes = field(init=False)
     retired: bool = False
+    unmirrored: bool = False
     earlier: list[Graphs] = field(default_factory=list)
     assigned: set[int] = field(default_factory=set)
     by_hand: bool = False

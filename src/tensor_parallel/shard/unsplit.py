@@ -34,10 +34,10 @@ def kinds_of(root: nn.Module) -> dict[str, Any]:
 
 
 def _is_stale(shards: ModelShards) -> bool:
-    """Whether modules, parameters or cut buffers were assigned, moved or deleted since the split: the visible tree is
-    the truth. Where the model is gone, what is left of it runs on as it was."""
+    """Whether modules, parameters, cut buffers or callables that belong to them were assigned, moved or deleted since
+    the split: the visible tree is the truth. Where the model is gone, what is left of it runs on as it was."""
     survey = survey_of(shards)
-    return survey is not None and (survey.is_stale() or shards.buffers_exchanged())
+    return survey is not None and (shards.unmirrored or survey.is_stale() or shards.buffers_exchanged())
 
 
 def _refuse_exchanged(shards: ModelShards) -> None:
