@@ -43,6 +43,8 @@ class Rendezvous:
         """While the other ranks wait for rank 0 to be done, or to call them again: how it does so."""
         self.intra_op = (1, 1)
         """Threads of torch's own for a rank: while all work, and for one that works alone."""
+        self.on_out_of_memory: Callable[[BaseException], None] | None = None
+        """See Owner."""
         self._alone = False
         self.changed_threads = False
         """Whether a rank changed its number since it was set to False: torch takes it for new threads too."""
@@ -132,7 +134,7 @@ class Rendezvous:
     def child(self, ranks: Sequence[int]) -> Self:
         """A meeting place for some of the ranks that is aborted and reset with this one."""
         made = type(self)([self.devices[rank] for rank in ranks], self.deadline)
-        made.threads = self.threads
+        made.threads, made.on_out_of_memory = self.threads, self.on_out_of_memory
         self._children.add(made)
         return made
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tensor_parallel.comm.draws import Layouts
+from tensor_parallel.comm.failures import Owner
 from tensor_parallel.comm.group import Group
 
 
@@ -22,6 +23,11 @@ class Team(Protocol):
 
     @property
     def groups(self) -> Sequence[Group]: ...
+
+    @property
+    def owner(self) -> Owner:
+        """What joint nodes made outside of the ranks' threads belong to."""
+        ...
 
     def run(self, work: Callable[[int], Any], *, joint_random: bool | Layouts = False) -> list[Any]:
         """`work(rank)` on every rank at once; the results by rank. joint_random: ranks draw random numbers together."""
