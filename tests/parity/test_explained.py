@@ -14,6 +14,7 @@ from families import build
 from torch import nn
 
 import tensor_parallel as tp
+from tensor_parallel.plan.table import bytes_text
 from tensor_parallel.testing import Mlp, noisy
 
 
@@ -25,6 +26,14 @@ def test_the_log_says_what_was_planned_and_why(caplog):
     assert "5 all-reduces and 1 all-gather" in planned
     assert "2 ranks" in planned
     assert any(text.startswith("split LlamaForCausalLM over cpu, cpu") for text in said)
+    split = tp.tensor_parallel(build("llama"), ["cpu"] * 2)
+    held = "; ".join(map(bytes_text, tp.report(split).bytes_per_device))
+    assert planned.endswith(f"bytes of parameters by rank: {held}")
+    assert any(text.startswith("split Llama") and text.endswith(held) for text in said)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    costs = r"saves \d+ bytes a device and costs as much as \d+"
+    assert any(re.match(rf"candidate \S+ of \d+ units is cut: it {costs}$", text) for text in told)
+    assert any(re.match(rf"candidate \S+ of \d+ units loses: it {costs}; .+", text) for text in told)
     assert any("norm.weight stays whole" in record.getMessage() for record in caplog.records)
 
 
@@ -44,6 +53,9 @@ def test_explain_takes_the_end_of_a_name():
     assert plan.explain("layers.0.mlp.down_proj") == full
     assert "1 all-reduce" in full
     assert "norm" in plan.explain("layers.0")
+    whole = plan.tensors["model.layers.0.mlp.down_proj.weight"].nbytes
+    assert f"Over 2 ranks, bytes by rank: {bytes_text(whole / 2)}; {bytes_text(whole / 2)}; whole:" in full
+    assert f"Over 1 rank, bytes by rank: {bytes_text(whole)}; whole:" in plan.explain("layers.0.mlp.down_proj", 1)
     with pytest.raises(tp.PlanError, match="end of 2 names"):
         plan.explain("mlp.down_proj")
     with pytest.raises(tp.PlanError, match=r"nearest: 'model\.layers\.0\.mlp\.down_proj'"):
