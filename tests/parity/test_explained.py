@@ -37,6 +37,25 @@ def test_the_log_says_what_was_planned_and_why(caplog):
     assert any("norm.weight stays whole" in record.getMessage() for record in caplog.records)
 
 
+def test_the_log_says_which_cuts_are_not_worth_their_collectives(caplog):
+    model = noisy(Mlp((2, 3, 2)))
+    with caplog.at_level(logging.DEBUG, logger="tensor_parallel"):
+        tp.make_plan(model, 2, example_inputs=model.inputs())
+    told = [record.getMessage() for record in caplog.records]
+    loses = r"candidate layers\.0\.weight\.0\.0 of 3 units loses: it saves \d+ bytes a device and costs as much as \d+"
+    assert any(re.match(rf"{loses}; not worth its collectives$", text) for text in told), told
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_plan_and_its_split_model_report_the_same_bytes(family, ranks):
+    model = build(family)
+    planned = tp.report(tp.make_plan(model, ranks))
+    found = tp.report(tp.tensor_parallel(model, ["cpu"] * ranks))
+    assert planned.bytes_per_device == found.bytes_per_device
+    assert (planned.split_fraction, planned.kept_whole) == (found.split_fraction, found.kept_whole)
+
+
 def test_nothing_is_printed_by_default():
     code = (
         "import torch, tensor_parallel as tp\n"
