@@ -64,6 +64,8 @@ class Rendezvous:
         self.intra_op = (1, 1)
         """Threads of torch's own for a rank: while all work, and for one that works alone."""
         self.graphs = Graphs()
+        self.on_out_of_memory: Callable[[BaseException], None] | None = None
+        """See Owner."""
         self._alone = False
         self.changed_threads = False
         """Whether a rank changed its number since it was set to False: torch takes it for new threads too."""
@@ -168,6 +170,7 @@ class Rendezvous:
         """A meeting place for some of the ranks that is aborted and reset with this one."""
         made = type(self)([self.devices[rank] for rank in ranks], self.deadline)
         made.threads, made.graphs = self.threads, self.graphs
+        made.on_out_of_memory = self.on_out_of_memory
         self._children.add(made)
         return made
 

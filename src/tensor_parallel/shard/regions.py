@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from tensor_parallel.checkpoint_entry import handled_by
 from tensor_parallel.errors import TensorParallelError
-from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
+from tensor_parallel.shard.memory import explain_if_out_of_memory
 from tensor_parallel.shard.shards import ModelShards
 from tensor_parallel.shard.transforms import refuse_transforms
 
@@ -171,8 +171,7 @@ class Region:
             try:
                 found = shards.team.run(work, joint_random=shards.run.draw_layout)
             except Exception as error:
-                if is_out_of_memory(error):
-                    explain_out_of_memory(error, shards, shards.module(0, ""))
+                explain_if_out_of_memory(error, shards, "in a backward")
                 raise
         for rank, tensors in enumerate(found):
             self._parts[rank].found = tensors

@@ -201,7 +201,7 @@ class ModelShards:
         if not wanted:
             return copies
         chosen = [self.shared[i] for i in wanted]
-        made = copy_to_ranks([s.leaf for s in chosen], [s.ranks for s in chosen], self.devices)
+        made = copy_to_ranks([s.leaf for s in chosen], [s.ranks for s in chosen], self.devices, owner=self.team.owner)
         for index, by_rank_copy in zip(wanted, made, strict=True):
             copies[index] = by_rank_copy
         return copies
