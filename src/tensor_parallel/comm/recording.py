@@ -56,6 +56,10 @@ class RecordingGroup:
     def release(self) -> None:
         """Nobody waits here."""
 
+    def withheld(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros: another rank's tensor counts."""
+        return torch.zeros_like(tensor)
+
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """The tensor: nothing is sent forwards."""
         return tensor

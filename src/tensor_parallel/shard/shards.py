@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -368,6 +368,10 @@ class Slot:
         if shards is None:
             raise TensorParallelError(f"module {self.name!r} belonged to a split model that was deleted")
         return shards
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Around the module's own forward on its rank: its random calls are those that the plan knows."""
+        return self.shards.run.drawing(self.rank, self.draws)
 
     def peers(self) -> list[nn.Module]:
         """The same module in the other ranks' trees."""
