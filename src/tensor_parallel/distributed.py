@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -122,8 +122,7 @@ def _check_same(found: list[Any], plan: Plan, group: ProcessGroup) -> None:
         if error:
             raise RankError(f"make_distributed_shard failed on rank {rank}: {error}")
     _, device, digest, marks = found[0]
-    texts = group.gather_objects(to_text(plan)) if any(other[2] != digest for other in found) else []
-    for rank, (_, other_device, other_digest, other_marks) in enumerate(found):
+    for rank, (_, other_device, _, other_marks) in enumerate(found):
         if other_device != device:
             raise DeviceError(f"rank 0 is on {device} and rank {rank} on {other_device}; all must be of one kind")
         for name in dict.fromkeys([*marks, *other_marks]):
@@ -133,9 +132,13 @@ def _check_same(found: list[Any], plan: Plan, group: ProcessGroup) -> None:
                     f"{_text(other_marks.get(name))}); every rank must give the same module with the same values: load "
                     "the same file, or set the same seed before building it"
                 )
-        if other_digest != digest:
+    if all(other[2] == digest for other in found):
+        return
+    texts = group.gather_objects(to_text(plan))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
             raise PlanError(
-                f"rank 0 and rank {rank} have different plans: {_difference(texts[0], texts[rank])}; give all ranks one "
+                f"rank 0 and rank {rank} have different plans: {_difference(texts[0], text)}; give all ranks one "
                 "plan (config=tp.Plan.load(path)), or the same example_inputs"
             )
 
@@ -151,6 +154,12 @@ def _text(mark: Any) -> str:
 
 
 def _difference(one: str, other: str) -> str:
-    pairs = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
-    first, second = next((a.strip(), b.strip()) for a, b in pairs if a != b)
-    return f"{first[:160]} on the first, {second[:160]} on the other"
+    """The first tensor, module or factor of which two plans say different things."""
+    first, second = json.loads(one), json.loads(other)
+    for part, what in (("tensors", "tensor"), ("modules", "module"), ("factors", "factor")):
+        for name in dict.fromkeys([*first[part], *second[part]]):
+            said = [json.dumps(plan[part].get(name, "nothing")) for plan in (first, second)]
+            if said[0] != said[1]:
+                return f"for the {what} {name or 'itself, the root'} {said[0][:200]} and {said[1][:200]}"
+    names = [name for name in first if first[name] != second.get(name)]
+    return f"in their {', '.join(names)}"

@@ -29,13 +29,13 @@ def mlp() -> nn.Module:
     return noisy(Mlp((6, 11, 7)).double())
 
 
-def llama(heads: int = 5, kv: int = 1, dropout: float = 0.0) -> LlamaForCausalLM:
+def llama(heads: int = 5, kv: int = 1, dropout: float = 0.0, attention: str = "sdpa") -> LlamaForCausalLM:
     """Heads that two ranks hold unevenly; one KV head is held by both."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=heads * 4, intermediate_size=15, num_hidden_layers=2, num_attention_heads=heads, head_dim=4,
         num_key_value_heads=kv, vocab_size=101, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        max_position_embeddings=64, attention_dropout=dropout,
+        max_position_embeddings=64, attention_dropout=dropout, attn_implementation=attention,
     )  # fmt: skip
     return noisy(LlamaForCausalLM(config).double()).eval()
 
@@ -69,21 +69,21 @@ def tp_join(parts, planned, cuts):
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(model, "_tp_slot"):
-        return joined(model, lambda p: None if p.grad is None else p.grad)
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return joined(model, lambda p: None if p.grad is None else p.grad.clone())
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(model, "_tp_slot"):
         return joined(model, torch.Tensor.detach)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def trained(model: nn.Module, loss, steps: int = 3) -> dict[str, object]:
     """Gradients of one backward, then the parameters after AdamW steps, gradients clipped elementwise."""
     model.zero_grad()
     loss().backward()
-    found = {"gradients": {name: g.clone() for name, g in gradients(model).items()}}
+    found = {"gradients": gradients(model)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -121,7 +121,7 @@ def run_llama(split, **shape) -> dict[str, object]:
 
 def run_inside(split) -> dict[str, object]:
     """A hook on a module between cut ones, and an inner module called by itself."""
-    model = split(llama(3, 3), None)
+    model = split(llama(3, 3, attention="eager"), None)
     seen, whole = [], []
     projection = model.model.layers[0].self_attn.q_proj
     handle = projection.register_forward_hook(lambda m, args, out: (seen.append(out.detach()), out * 1.5)[1])
@@ -241,7 +241,7 @@ def main(rank: int, folder: str, only: tuple[str, ...] | None = None) -> None:
     try:
         for name, scenario in SCENARIOS.items():
             if only is None or name in only:
-                found[name] = scenario(split)
+                t0=__import__("time").time(); found[name] = scenario(split); print(name, __import__("time").time()-t0, flush=True)
         if only is None or "errors" in only:
             found["errors"] = errors()
     except BaseException:

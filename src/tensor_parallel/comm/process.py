@@ -311,7 +311,7 @@ class ProcessGroup:
         if plan.givers[self._rank]:
             own[: sizes[self._rank]].copy_(tensor.detach().reshape(-1))
         every = tensor.new_empty(self._size * most)
-        self._finish("all_gather", lambda: dist.all_gather_into_tensor(every, own, group=self._group, async_op=True))
+        self._finish("all_gather", lambda: dist.all_gather_single(every, own, group=self._group, async_op=True))
         rows = every.view(self._size, most)
         parts = [
             None if shape is None else rows[rank, : sizes[rank]].view(shape)

@@ -75,14 +75,6 @@ class ProcessShard:
         self._seen_drawing: dict[str, bool] = {}
         self._lock = threading.Lock()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TensorParallelError(
-            f"this model is one rank's part of a model split over processes, for which that is not there yet ({name}); "
-            "its parameters, gradients and state_dict are this rank's own parts"
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise NotImplementedError(
             "a copy of one rank's part of a split model is not there yet; copy the module before make_distributed_shard"

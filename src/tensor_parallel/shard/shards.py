@@ -387,12 +387,18 @@ def shards_of(model: nn.Module) -> ModelShards:
     """The data of a split model (of any of its modules).
 
     Raises:
-        TensorParallelError: the model is not split.
+        TensorParallelError: the model is not split, or split over processes.
     """
     slot = slot_of(model)
     if slot is None:
         raise TensorParallelError(f"{type(model).__name__} is not split; split it with tp.tensor_parallel first")
-    return slot.shards
+    shards = slot.shards
+    if not isinstance(shards, ModelShards):
+        raise TensorParallelError(
+            f"{type(model).__name__} is one rank's part of a model that is split over processes; its parameters, "
+            "gradients and state_dict are this rank's parts, and to work with whole ones there is not there yet"
+        )
+    return shards
 
 
 def survey_of(shards: ModelShards) -> Survey | None:
