@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from tensor_parallel.comm.draws import Layouts
-from tensor_parallel.comm.process import ProcessGroup, check_group
+from tensor_parallel.comm.process import ProcessGroup
+from tensor_parallel.comm.process_exchange import check_group
 from tensor_parallel.errors import DeviceError, PlanError, RankError
 from tensor_parallel.factory import check_module, make_plan, wrapper_for
 from tensor_parallel.plan import Config, Plan, resolve
@@ -23,7 +24,8 @@ from tensor_parallel.plan.check import check_plan
 from tensor_parallel.plan.serialize import to_text
 from tensor_parallel.runtime.own_random import OwnRandom
 from tensor_parallel.shard import check_splittable
-from tensor_parallel.shard.process import ProcessShard, split_here
+from tensor_parallel.shard.process import ProcessShard
+from tensor_parallel.shard.process_split import split_here
 from tensor_parallel.tensor_parallel import Device, as_device
 
 _KEYWORDS = ("example_inputs", "process_group", "strict")
@@ -35,7 +37,8 @@ def make_distributed_shard(
     """This rank's part of `module`, which is used up and becomes the result; of the module's own class. Every rank of
     the process group calls it with the same module, and calls the result with the same inputs: outputs, and gradients
     of inputs and of whole parameters, are on every rank what the unsplit module gives; gradients of split parameters
-    are this rank's parts. Each rank has an optimiser of its own.
+    are this rank's parts. Each rank has an optimiser of its own; `state_dict` holds its parts. What adds over all
+    parameters (`clip_grad_norm_`) sees one rank's parts alone.
 
     device: where this rank computes; default: the CPU, or the process's own GPU (LOCAL_RANK) where the group's backend
         is for GPUs alone.
@@ -47,9 +50,9 @@ def make_distributed_shard(
     Raises (all before anything is changed):
         TensorParallelError: torch.distributed is not initialised, or this process is none of the group's.
         TypeError: `module` is no module, or an unknown keyword.
-        DeviceError: an unknown or missing device, one that the backend is not for, or of another kind than other ranks'.
+        DeviceError: an unknown or missing device, one that the backend is not for, or not of the other ranks' kind.
         AlreadySplitError: the module is split already.
-        PlanError, TraceError: no plan can be made, the given one does not fit, or the ranks' plans or parameters differ.
+        PlanError, TraceError: no plan can be made, the given one does not fit, or the ranks' plans or values differ.
         RankError: another rank raised one of these, which it names.
     """
     for name in kwargs:

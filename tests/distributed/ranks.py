@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import gc
 import os
+import pickle
 import sys
 import traceback
+import weakref
 from pathlib import Path
 
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tensor_parallel as tp
+from tensor_parallel.layout import join
 from tensor_parallel.shard.pieces import held_by
 from tensor_parallel.testing import noisy
 from tensor_parallel.testing.models import Mlp
@@ -29,13 +34,14 @@ def mlp() -> nn.Module:
     return noisy(Mlp((6, 11, 7)).double())
 
 
-def llama(heads: int = 5, kv: int = 1, dropout: float = 0.0, attention: str = "sdpa") -> LlamaForCausalLM:
+def llama(heads: int = 5, kv: int = 1, dropout: float = 0.0, attention: str = "sdpa", tied=False) -> LlamaForCausalLM:
     """Heads that two ranks hold unevenly; one KV head is held by both."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=heads * 4, intermediate_size=15, num_hidden_layers=2, num_attention_heads=heads, head_dim=4,
         num_key_value_heads=kv, vocab_size=101, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         max_position_embeddings=64, attention_dropout=dropout, attn_implementation=attention,
+        tie_word_embeddings=tied,
     )  # fmt: skip
     return noisy(LlamaForCausalLM(config).double()).eval()
 
@@ -53,18 +59,12 @@ def joined(model: nn.Module, of) -> dict[str, torch.Tensor]:
             assert all(same(parts[first], parts[other]) for other in others), name
         if parts[0] is None:
             continue
-        found[name] = tp_join(parts, planned, resolved.cuts) if planned.is_cut else parts[0]
+        found[name] = join(parts, planned.layout, resolved.cuts) if planned.is_cut else parts[0]
     return found
 
 
 def same(one, other) -> bool:
     return one is other is None or torch.equal(one, other)
-
-
-def tp_join(parts, planned, cuts):
-    from tensor_parallel.layout import join
-
-    return join(parts, planned.layout, cuts)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -105,9 +105,30 @@ def run_mlp(split) -> dict[str, object]:
     return {**found, **trained(model, lambda: model(x.detach()).square().mean())}
 
 
+def run_by_hand(split) -> dict[str, object]:
+    """Rules of version 2.0."""
+    actions = tp.state_actions
+    rules = tp.Config(
+        {
+            r"0\.(weight|bias)": actions.Split(RANKS, 0),
+            r"1\.weight": actions.Split(RANKS, 1),
+            r"1\.bias": actions.Scale(RANKS),
+        },
+        {},
+        {r"layers\.1$": {0: "sum"}},
+        {},
+    )
+    model = split(mlp(), None, rules)
+    x = torch.linspace(-1, 2, 18, dtype=torch.float64).view(3, 6).requires_grad_()
+    output = model(x)
+    output.square().mean().backward()
+    return {"output": output.detach(), "input gradient": x.grad}
+
+
 def run_llama(split, **shape) -> dict[str, object]:
     model = split(llama(**shape), None)
-    assert type(model).__name__ == "LlamaForCausalLM" and isinstance(model, LlamaForCausalLM)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert isinstance(model, LlamaForCausalLM)
     tokens = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=8, do_sample=False)
     embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
     output = model(inputs_embeds=embeds, labels=IDS)
@@ -162,7 +183,8 @@ def run_frozen(split) -> dict[str, object]:
 SCENARIOS = {
     "mlp": run_mlp,
     "llama 5 heads 1 kv": run_llama,
-    "llama 3 heads 3 kv": lambda split: run_llama(split, heads=3, kv=3),
+    "llama 3 heads tied": lambda split: run_llama(split, heads=3, kv=3, tied=True),
+    "by hand": run_by_hand,
     "inside": run_inside,
     "checkpointed": lambda split: run_checkpointed(split, False),
     "checkpointed reentrant": lambda split: run_checkpointed(split, True),
@@ -173,16 +195,18 @@ SCENARIOS = {
 class Odd(nn.Module):
     """Fails on the rank that it is told, between collectives."""
 
+    failing = -1
+
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.failing = Mlp((6, 8, 6)).double(), -1
+        self.body, self.scale = Mlp((6, 8, 6)).double(), 2
         self.tail = Mlp((6, 8, 6)).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.body(x)
         if dist.is_initialized() and dist.get_rank() == self.failing:
             raise ValueError("something odd")
-        return self.tail(F.gelu(x))
+        return self.tail(F.gelu(self.scale * x))
 
 
 def _said(work) -> str:
@@ -216,13 +240,29 @@ def errors() -> dict[str, str]:
         "other plans": _said(make(mlp(), config=whole if rank == 0 else tp.make_plan(mlp(), 2))),
         "one rank": _said(make(mlp() if rank == 0 else nn.ReLU())),
     }
-    split = make(mlp())()
-    found["twice"] = _said(make(split))
-    found["state"] = _said(lambda: tp.full_state_dict(split))
-    split.layers[0].register_parameter("extra", nn.Parameter(torch.zeros(2)))
-    found["changed"] = _said(lambda: split(torch.zeros(1, 6, dtype=torch.float64)))
+    made = [make(mlp())()]
+    found["twice"] = _said(make(made[0]))
+    found["state"] = _said(lambda: tp.full_state_dict(made[0]))
+    found["copied"] = _said(lambda: copy.deepcopy(made[0]))
+    found["pickled"] = _said(lambda: pickle.dumps(made[0].layers[0]))
+    made[0].layers[0].register_parameter("extra", nn.Parameter(torch.zeros(2)))
+    found["changed"] = _said(lambda: made[0](torch.zeros(1, 6, dtype=torch.float64)))
+    quick = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    alone = make(mlp(), process_group=quick)()
+    found["alone"] = _said(lambda: alone(torch.zeros(1, 6, dtype=torch.float64))) if rank == 0 else "nothing"
+    found["after"] = _said(lambda: alone(torch.zeros(1, 6, dtype=torch.float64))) if rank == 0 else "nothing"
+    gone = weakref.ref(made[0])
+    gc.collect()
+    gc.disable()
+    made.clear()
+    found["freed"] = str(gone() is None)
+    gc.enable()
     odd = make(Odd())()
-    odd.failing = 1
+    odd.scale = 3
+    found["attribute"] = _said(lambda: odd(torch.zeros(1, 6, dtype=torch.float64)))
+    odd.scale = 2
+    found["attribute back"] = _said(lambda: odd(torch.zeros(1, 6, dtype=torch.float64)))
+    Odd.failing = 1
     found["failing"] = _said(lambda: odd(torch.zeros(1, 6, dtype=torch.float64)))
     return found
 
@@ -235,13 +275,13 @@ def main(rank: int, folder: str, only: tuple[str, ...] | None = None) -> None:
     timeout = datetime.timedelta(seconds=DEADLINE)
     dist.init_process_group("gloo", f"file://{path / 'store'}", world_size=RANKS, rank=rank, timeout=timeout)
 
-    def split(module, inputs):
-        return tp.make_distributed_shard(module, "cpu", example_inputs=inputs)
+    def split(module, inputs, config=None):
+        return tp.make_distributed_shard(module, "cpu", config, example_inputs=inputs)
 
     try:
         for name, scenario in SCENARIOS.items():
             if only is None or name in only:
-                t0=__import__("time").time(); found[name] = scenario(split); print(name, __import__("time").time()-t0, flush=True)
+                found[name] = scenario(split)
         if only is None or "errors" in only:
             found["errors"] = errors()
     except BaseException:

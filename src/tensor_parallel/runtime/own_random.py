@@ -1,5 +1,5 @@
-"""Random draws of a rank that is a process: the generators of all ranks are in one state when a run begins, so each draws
-the whole model's numbers and takes its part of them (see joint_random.py)."""
+"""Random draws of a rank that is a process: the generators of all ranks are in one state when a run begins, so each
+draws the whole model's numbers and takes its part of them (see joint_random.py)."""
 
 from __future__ import annotations
 

@@ -11,33 +11,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.utils.checkpoint import _StopRecomputationError
 
 from tensor_parallel.checkpoint_entry import handled_by
 from tensor_parallel.comm.draws import Layouts
-from tensor_parallel.comm.process import ProcessGroup, Shared
-from tensor_parallel.errors import PlanError, RankError, TensorParallelError
-from tensor_parallel.layout import local_shape
-from tensor_parallel.plan import Draw, ResolvedPlan, TensorPlan
-from tensor_parallel.shard.borders import Borders, RankView, compile_borders, cross
-from tensor_parallel.shard.classes import ClassTable, Swapped
-from tensor_parallel.shard.hand_rules import ruled_forward
+from tensor_parallel.comm.process import ProcessGroup
+from tensor_parallel.comm.process_exchange import Shared
+from tensor_parallel.errors import RankError, TensorParallelError
+from tensor_parallel.plan import Draw, ResolvedPlan
+from tensor_parallel.shard.borders import Borders, cross
+from tensor_parallel.shard.classes import Swapped
 from tensor_parallel.shard.hooks import has_user_code, record, run_own_hooks, spare_modules
-from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.one_run import Run
-from tensor_parallel.shard.pieces import cut_buffer, held_by, own_part
 from tensor_parallel.shard.regions import random_states
 from tensor_parallel.shard.shards import Adapter, Binding, refresh_flat_weights
-from tensor_parallel.shard.sizes import localise_sizes
-from tensor_parallel.shard.survey import Survey
-from tensor_parallel.shard.trees import NO_PLAN, check_splittable, forward_signature
 from tensor_parallel.shard.values import distinct_leaves, map_leaves
+from tensor_parallel.shard.watch import Watch
 
 Randomness = Callable[["ProcessShard", Layouts], AbstractContextManager[Any]]
 """(this rank's part, how tensors lie) -> what makes random calls of this rank those of the unsplit model."""
@@ -60,30 +57,19 @@ class ProcessShard:
         self.shared: list[Shared] = []
         self.places: list[Binding] = []
         self.counted: list[Borders] = []
-        self.expected: dict[str, torch.Size] = {}
         self.spare = spare_modules(plans)
         outputs = [boundary.path for plan in plans.values() for boundary in plan.outputs]
         self.gathered = frozenset(path.partition(".")[0] for path in outputs if path and not path[0].isdigit())
         self.by_hand = any(plan.rules for plan in plans.values())
         self.run = Run(group.size(), resolved.cuts)
         self._adapters, self._randomness = adapters, randomness
-        self._survey: Survey | None = None
+        self.root: weakref.ref[nn.Module] | None = None
         self._inside: int | None = None
         self._copies: Copies | None = None
         self._standing_at: str | None = None
         self._wants_spare = False
         self._seen_drawing: dict[str, bool] = {}
         self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise NotImplementedError(
-            "a copy of one rank's part of a split model is not there yet; copy the module before make_distributed_shard"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise NotImplementedError(
-            "one rank's part of a split model cannot be pickled; save its state_dict, which holds this rank's parts"
-        )
 
     def rank_here(self) -> int | None:
         """The rank, while its own code runs in the calling thread."""
@@ -114,15 +100,17 @@ class ProcessShard:
                     with self.inside(copies, [0] * len(self.counted)), handled_by(self):
                         output = cross(slot.outside, slot.own_forward, module, args, kwargs)
                 return self.leave(output)
-            except RankError:
+            except (RankError, _StopRecomputationError):  # nobody waits for this rank
                 raise
             except Exception as error:
                 self.group.abort(error)
                 raise
+            finally:
+                watch = self._watch()
+                if watch is not None:
+                    watch.routes.settle()
 
-    def _call_within(
-        self, module: nn.Module, slot: ProcessSlot, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_within(self, module: nn.Module, slot: ProcessSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that user code inside a run asks for; the parameters are this rank's already."""
         own_call, self._standing_at = self._standing_at == slot.name, None
         counts = None if own_call else [0] * len(self.counted)
@@ -169,7 +157,7 @@ class ProcessShard:
         for borders, calls in zip(self.counted, counts, strict=True):
             borders.calls = calls
 
-    # --- checkpoints: torch's own, recomputed as in the forward (see checkpoint_entry.Handler) -------------------------
+    # --- checkpoints: torch's own, recomputed as in the forward (see checkpoint_entry.Handler) -----------------------
 
     plainly = False
 
@@ -224,7 +212,9 @@ class ProcessShard:
 
     def _enter_all(self, value: Any) -> tuple[Copies, Any]:
         """(what stands in the shared parameters' place, the inputs as this rank's own), by one node."""
-        self._check_tree()
+        watch = self._watch()
+        if watch is not None:
+            watch.check()
         grad = torch.is_grad_enabled()
         held: dict[int, torch.Tensor] = {}
         for place in self.places:
@@ -260,41 +250,10 @@ class ProcessShard:
             return value
         return _exchanged(value, {key: self.group.leave(tensor) for key, tensor in _differentiable(value).items()})
 
-    # --- changes -----------------------------------------------------------------------------------------------------
-
-    def survey(self, root: nn.Module) -> None:
-        """Take what stands in the tree for what was split."""
-        self._survey, self.expected = Survey(root), _shapes(root)
-        self._root = root.__dict__
-
-    def _check_tree(self) -> None:
-        """Raise PlanError where parameters were added, removed or exchanged for others of another shape."""
-        if self._survey is None or not self._survey.is_stale():
-            return
-        found = _shapes_below("", self._root)
-        for name in self.expected.keys() | found.keys():
-            if self.expected.get(name) != found.get(name):
-                raise PlanError(
-                    f"{name} was {_shape_text(self.expected.get(name))} when this rank's part was made and is now "
-                    f"{_shape_text(found.get(name))}; change the module first, then call make_distributed_shard"
-                )
-        self._survey.renew()
-
-
-def _shape_text(shape: torch.Size | None) -> str:
-    return "absent" if shape is None else f"of shape {tuple(shape)}"
-
-
-def _shapes(root: nn.Module) -> dict[str, torch.Size]:
-    return _shapes_below("", root.__dict__)
-
-
-def _shapes_below(prefix: str, values: Mapping[str, Any]) -> dict[str, torch.Size]:
-    found = {prefix + name: tensor.shape for name, tensor in values["_parameters"].items() if tensor is not None}
-    for name, child in values["_modules"].items():
-        if child is not None:
-            found |= _shapes_below(f"{prefix}{name}.", child.__dict__)
-    return found
+    def _watch(self) -> Watch | None:
+        """None where the root is gone, and an inner module runs on."""
+        root = None if self.root is None else self.root()
+        return None if root is None else root.__dict__["_tp_slot"].watch
 
 
 def _by_all(tensor: torch.Tensor) -> Shared:
@@ -312,9 +271,9 @@ def _exchanged(value: Any, table: dict[int, torch.Tensor]) -> Any:
 
 
 class ProcessSlot:
-    """What one module knows about the split; kept in its `__dict__`."""
+    """What one module knows about the split; kept in its `__dict__`.  watch: the root's."""
 
-    __slots__ = ("around", "draws", "inside", "name", "outside", "own_forward", "rank", "rank_here", "shards")
+    __slots__ = ("around", "draws", "inside", "name", "outside", "own_forward", "rank", "rank_here", "shards", "watch")
 
     def __init__(self, shards: ProcessShard, name: str, own_forward: Callable[..., Any]) -> None:
         self.shards, self.name, self.own_forward = shards, name, own_forward
@@ -323,6 +282,7 @@ class ProcessSlot:
         self.outside: Borders | None = None
         self.around: Borders | None = None
         self.draws: Mapping[int, Draw] = {}
+        self.watch: Watch | None = None
 
     def drawing(self) -> AbstractContextManager[None]:
         """Around the module's own forward: its random calls are those that the plan knows."""
@@ -370,100 +330,44 @@ class ProcessModule(Swapped):
             result = copy.copy(result)  # the user's code may have kept it, and what is cut below is for this rank
         return slot.around.leave(result, None)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._note_route(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._note_route(name)
+        super().__delattr__(name)
+
+    def _note_route(self, name: str) -> None:
+        """An attribute is set from outside: whether the plan still holds is seen at the next run."""
+        slot: ProcessSlot | None = self.__dict__.get("_tp_slot")
+        if slot is not None and slot.rank_here() is None:
+            watch = slot.shards._watch()
+            if watch is not None:
+                watch.routes.note(self, slot.name, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"a copy of {self._tp_slot.name or type(self).__name__}, one rank's part of a split model, is not there "
+            "yet; copy the module before make_distributed_shard"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._tp_slot.name or type(self).__name__}, one rank's part of a split model, cannot be pickled; save "
+            "its state_dict, which holds this rank's parts"
+        )
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         where = self._tp_slot.name or type(self).__name__
         raise NotImplementedError(f"compile() of {where}, in one rank's part of a split model, is not there yet")
 
 
-def _outside(module: nn.Module, slot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    own: ProcessSlot = slot
-    return own.shards.call(module, own, args, kwargs)
+class SavingModule(ProcessModule):
+    """For the root where its class saves itself to files."""
 
-
-def split_here(
-    module: nn.Module,
-    resolved: ResolvedPlan,
-    group: ProcessGroup,
-    adapters: Sequence[Adapter] = (),
-    randomness: Randomness = lambda *_: nullcontext(),
-) -> nn.Module:
-    """Make `module` this rank's part of itself, in place, on the group's device.
-
-    Raises:
-        AlreadySplitError, PlanError, NotImplementedError: before anything is changed.
-    """
-    plans = check_splittable(module, resolved)
-    shard = ProcessShard(resolved, group, adapters, randomness)
-    _cut_parameters(module, plans, shard)
-    _cut_buffers(module, plans, shard)
-    _install(module, shard)
-    shard.survey(module)
-    return module
-
-
-def _cut_parameters(module: nn.Module, plans: Mapping[int, TensorPlan], shard: ProcessShard) -> None:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((child, name))
-    for parameter in list(module.parameters()):
-        plan = plans[id(parameter)]
-        own = own_part(parameter, plan, shard.resolved, shard.rank, shard.group.device)
-        shared = _shared(own, plan, shard)
-        if shared is not None:
-            shard.shared.append(shared)
-        for child, name in places[id(parameter)]:
-            child._parameters[name] = own
-            if shared is not None:
-                flat = child if isinstance(child, nn.RNNBase) else None
-                shard.places.append(Binding(child._parameters, name, len(shard.shared) - 1, flat))  # type: ignore[arg-type]
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child.__dict__["_flat_weights"] = [child._parameters.get(n) for n in child._flat_weights_names]
-
-
-def _shared(own: torch.Tensor, plan: TensorPlan, shard: ProcessShard) -> Shared | None:
-    """How several ranks hold the same of a parameter; None where none do."""
-    if not plan.is_cut:
-        return Shared((own.numel(),), 0, not (plan.rank0_only and shard.rank))
-    cuts = shard.resolved.cuts
-    several = [ranks for ranks in held_by(plan, cuts, shard.group.size()) if len(ranks) > 1]
-    if not several:
-        return None
-    sizes = [torch.Size(local_shape(plan.layout, cuts, ranks[0])).numel() for ranks in several]
-    return Shared(tuple(sizes), next((i for i, ranks in enumerate(several) if shard.rank in ranks), None))
-
-
-def _cut_buffers(module: nn.Module, plans: Mapping[int, TensorPlan], shard: ProcessShard) -> None:
-    done: dict[int, torch.Tensor] = {}
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is None:
-                continue
-            plan, device = plans.get(id(buffer)), shard.group.device
-            if id(buffer) not in done:
-                cut = plan is not None and plan.is_cut
-                own = cut_buffer(buffer, plan, shard.resolved, shard.rank, device) if cut else buffer.to(device)
-                done[id(buffer)] = own
-            child._buffers[name] = done[id(buffer)]
-
-
-def _install(module: nn.Module, shard: ProcessShard) -> None:
-    """Swap every module's class and give it its slot."""
-    classes = ClassTable(_outside)
-    view = RankView(shard.rank, shard.group, shard.resolved.cuts)
-    for path, child in list(module.named_modules()):
-        base = base_class(child)
-        plan = shard.resolved.plan.modules.get(path, NO_PLAN)
-        signature = forward_signature(base)
-        own_class, forward = classes.of(base, plan, (ProcessModule,))
-        slot = ProcessSlot(shard, path, ruled_forward(forward, plan, path, signature, shard.group))
-        slot.inside = compile_borders(plan, child, signature, view, "inside")
-        slot.outside = compile_borders(plan, child, signature, view, "outside")
-        slot.around = compile_borders(plan, child, signature, view, "around")
-        slot.draws = {draw.index: draw for draw in plan.draws}
-        shard.counted.extend(b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call)
-        child.__class__ = own_class
-        child.__dict__["_tp_slot"] = slot
-        localise_sizes(child, own_class, plan, shard.rank, shard.resolved.cuts, shard.rank_here)
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "save_pretrained of one rank's part would write that part as if it were the whole; save `state_dict()` "
+            "under a name with the rank in it"
+        )

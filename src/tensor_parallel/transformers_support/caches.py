@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.own_hooks import is_recorder
-from tensor_parallel.shard import ModelShards, shards_of
+from tensor_parallel.shard import ModelShards
 from tensor_parallel.shard.values import leaves
 
 _FORWARDED = (
