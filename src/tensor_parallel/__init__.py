@@ -35,6 +35,7 @@ from tensor_parallel.state import (
 from tensor_parallel.verify import report, verify
 
 if TYPE_CHECKING:
+    from tensor_parallel.distributed import make_distributed_shard
     from tensor_parallel.pretrained_model import TensorParallelPreTrainedModel
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "infer_sharded_device_map",
+    "make_distributed_shard",
     "make_plan",
     "report",
     "save_tensor_parallel",
@@ -73,6 +75,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet unless th
 __version__ = "3.0.0.dev0"
 
 _ON_FIRST_USE = {
+    "make_distributed_shard": "tensor_parallel.distributed",
     "TensorParallelPreTrainedModel": "tensor_parallel.pretrained_model",
 }
 

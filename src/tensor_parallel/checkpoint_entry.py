@@ -29,6 +29,11 @@ class Handler(Protocol):
         """Whether it does so in the calling thread now."""
         ...
 
+    def again(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Where torch's own checkpointing is right: what it shall recompute in `function`'s place. None: `region` does
+        it all."""
+        ...
+
     def region(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve: bool, check: bool
     ) -> AbstractContextManager[None]:
@@ -47,6 +52,9 @@ class Plainly:
 
     def applies(self) -> bool:
         return True
+
+    def again(self, function: Callable[..., Any]) -> None:
+        return None
 
     def region(self, *_: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,6 +100,11 @@ def _install() -> None:
             own = (fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
             yield from original(*own, *args, **kwargs)
             return
+        again = handler.again(fn)
+        if again is not None:
+            own = (again, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+            yield from original(*own, *args, **kwargs)
+            return
         if context_fn is not torch_checkpoint.noop_context_fn and not handler.plainly:
             raise NotImplementedError(
                 "checkpoint(context_fn=...), selective checkpointing, cannot be used inside a split model: its modes "
@@ -109,6 +122,9 @@ def _install() -> None:
             handler = _here()
             if handler is None:
                 return reentrant.apply(function, preserve, *args)  # type: ignore[no-untyped-call]
+            again = handler.again(function)
+            if again is not None:
+                return reentrant.apply(again, preserve, *args)  # type: ignore[no-untyped-call]
             if handler.plainly or not torch.is_grad_enabled():
                 return function(*args)
             if not any(torch.is_tensor(a) and a.requires_grad for a in args):

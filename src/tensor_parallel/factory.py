@@ -80,7 +80,7 @@ def tensor_parallel(
     _refuse_later(tensor_parallel_config, distributed, kwargs)
     devices = check_device_ids(device_ids)
     output_device = _output_device(devices, kwargs.get("output_device"), kwargs.get("output_device_index"))
-    _check_module(module)
+    check_module(module)
     config, plan = None, tensor_parallel_config
     if isinstance(plan, Config):
         config, plan = plan, plan.plan(module, len(devices), strict=kwargs.get("strict", True))
@@ -106,7 +106,7 @@ def tensor_parallel(
                 "sharded=True of a model without values (meta device): load it, then model.apply_sharding()"
             )
     out = home[devices.index(output_device)]
-    made = split(module, resolved, home, out, _wrapper_for(module), replan, sharded=wanted)
+    made = split(module, resolved, home, out, wrapper_for(module), replan, sharded=wanted)
     if delayed:
         delay(made, devices, output_device)
     return made
@@ -181,7 +181,7 @@ def make_plan(
         raise NotImplementedError("`ratios` is not there yet; leave it out")
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size is {world_size!r}; give the number of devices, such as 2")
-    _check_module(module)
+    check_module(module)
     inputs = own_example_inputs(module) if example_inputs is None else as_inputs(example_inputs)
     if inputs is None:
         return planner.layerwise_plan(module, world_size)
@@ -207,7 +207,7 @@ def _is_pretrained(module: nn.Module) -> bool:
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
-def _wrapper_for(module: nn.Module) -> type[TensorParallel]:
+def wrapper_for(module: nn.Module) -> type[TensorParallel]:
     """TensorParallelPreTrainedModel for a transformers model, else TensorParallel."""
     if not _is_pretrained(module):
         return TensorParallel
@@ -348,7 +348,8 @@ def Sharded(module: nn.Module, sharded_param_names: Sequence[str] | None = None)
     return module
 
 
-def _check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module) -> None:
+    """Raise where `module` is none, is split already or has no parameters."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; an nn.Module is needed")
     for name, child in module.named_modules():
@@ -375,7 +376,7 @@ def _construct(cls: type[TensorParallel], args: tuple[Any, ...], kwargs: dict[st
     if "module" not in given:
         raise TypeError(f"{cls.__name__} needs the module to split")
     module = given["module"]
-    if isinstance(module, nn.Module) and not issubclass(_wrapper_for(module), cls):
+    if isinstance(module, nn.Module) and not issubclass(wrapper_for(module), cls):
         raise TypeError(
             f"tp.{cls.__name__} is for transformers models, and {type(module).__name__} is none; use tp.TensorParallel"
         )

@@ -86,11 +86,9 @@ def test_what_is_no_module():
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"sharded": True},
         {"distributed": True},
         {"ratios": [2, 1]},
         {"runtime": "processes"},
-        {"sharded_param_names": ["layers.0.weight"]},
     ],
 )
 def test_keywords_of_later_issues_say_so_by_name(model, keywords):

@@ -73,9 +73,8 @@ def test_the_default_is_one_cpu_where_there_is_no_cuda(monkeypatch):
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"sharded": True}, {"distributed": True}, {"ratios": [1, 2]}, {"runtime": "processes"},
+        {"distributed": True}, {"ratios": [1, 2]}, {"runtime": "processes"},
         {"process_group": object()}, {"device_mesh": object()}, {"verify": True},
-        {"sharded_param_names": ["x"]},
     ],
 )  # fmt: skip
 def test_what_comes_later_is_named(keywords):

@@ -49,6 +49,10 @@ class Group(Protocol):
         holds it, unsplit segments from rank 0, nothing from a rank that holds nothing (its tensor is a stand-in)."""
         ...
 
+    def withheld(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros in place of a tensor that counts on another rank alone; no gradient goes to it."""
+        ...
+
     def assemble(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The tensor of this shape whose flat stretches the ranks hold, one after the other. It may share memory with
         the other ranks', and must not be written into."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -55,6 +56,16 @@ class RecordingGroup:
 
     def release(self) -> None:
         """Nobody waits here."""
+
+    def withheld(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros: another rank's tensor counts."""
+        return torch.zeros_like(tensor)
+
+    def assemble(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """This rank's stretch, and zeros for those of the others."""
+        rest = tensor.new_zeros(prod(shape) - tensor.numel())
+        self.calls.append(("assemble", prod(shape) * tensor.element_size()))
+        return torch.cat([tensor.reshape(-1), rest]).view(list(shape))
 
     def broadcast(self, tensor: torch.Tensor, holders: Holders | None = None) -> torch.Tensor:
         """The tensor: nothing is sent forwards."""

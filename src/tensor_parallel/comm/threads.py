@@ -247,6 +247,10 @@ class ThreadGroup:
             meeting.work_alone(False)
             meeting.meet(0, "stand by", _from_first, True, ordered=False)
 
+    def withheld(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return torch.zeros_like(tensor)
+
     def assemble(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """See Group."""
         result: torch.Tensor = self._meeting.meet(self._rank, "assemble", self._meeting.assemble, (tensor, shape))

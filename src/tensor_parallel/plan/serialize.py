@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -141,6 +141,23 @@ def to_json(plan: Plan) -> str:
         _block("traffic", [_record_data(traffic) for traffic in plan.traffic]),
     ]
     return "{\n" + ",\n".join(members) + "\n}\n"
+
+
+def to_text(plan: Plan) -> str:
+    """As to_json, with functions by their names; for comparing plans."""
+    tensors = {
+        key: replace(tensor, action=None, reason=f"cut by {_function_name(tensor.action)}") if tensor.action else tensor
+        for key, tensor in plan.tensors.items()
+    }
+    modules = {
+        name: replace(module, rules=tuple(replace(r, action=_function_name(r.action)) for r in module.rules))
+        for name, module in plan.modules.items()
+    }
+    return to_json(replace(plan, tensors=tensors, modules=modules))
+
+
+def _function_name(action: Any) -> str:
+    return action if isinstance(action, str) else str(getattr(action, "__qualname__", type(action).__qualname__))
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:

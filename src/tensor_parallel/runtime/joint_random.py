@@ -33,7 +33,7 @@ Rest = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """One rank's random call. saving: the saved-tensor hooks in its thread."""
 
     func: Any
@@ -77,12 +77,12 @@ class JointRandom(TorchFunctionMode):
         drawn = self._layouts(self._rank, name) if self._layouts is not None else None
         if not draws(func, args, given):
             return func(*args, **given)
-        call = _Call(func, args, given, drawn, torch._C._autograd._top_saved_tensors_default_hooks(False))
+        call = Call(func, args, given, drawn, torch._C._autograd._top_saved_tensors_default_hooks(False))
         rest: Rest = self._meeting.meet(self._rank, "random draw", _draw_for_all, call)
         return rest()
 
 
-def _draw_for_all(calls: list[_Call]) -> Sequence[Rest]:
+def _draw_for_all(calls: list[Call]) -> Sequence[Rest]:
     names = [call.name for call in calls]
     if len(set(names)) > 1:
         raise CollectiveError(
@@ -123,32 +123,48 @@ _LIKE = frozenset({torch.rand_like, torch.randn_like})
 _IN_PLACE = frozenset({torch.dropout_})
 
 
-def _parts(calls: Sequence[_Call]) -> list[Rest] | None:
+def _parts(calls: Sequence[Call]) -> list[Rest] | None:
     """What each rank does with its part of the numbers that are drawn here; None where they cannot be taken apart."""
-    func, drawn = calls[0].func, calls[0].drawn
-    tensors = [call.tensor for call in calls]
-    attention = func is F.scaled_dot_product_attention
-    if drawn is None or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    drawn = calls[0].drawn
+    if drawn is None or not all(isinstance(call.tensor, torch.Tensor) for call in calls) or not _is_known(calls[0]):
         return None
-    known = func in _DROPOUTS or func in _LIKE or func in FILLING or func is F.gumbel_softmax
-    if not known and not (attention and not tensors[0].is_cuda):
-        return None
-    if func in FILLING and any(
-        isinstance(value, torch.Tensor) for value in _flat((calls[0].args[1:], calls[0].kwargs))
-    ):
-        return None
-    if drawn.placement.kind != "shard" and (func in _LIKE or func in FILLING):
-        return None
-    shapes = [_weights_shape(call) if attention else tuple(call.tensor.shape) for call in calls]
+    shapes = [_drawn_shape(call) for call in calls]
     cut = _cutter(drawn, shapes)
     if cut is None:
         return None
     with torch.no_grad():
-        numbers = _numbers(calls[0], cut.shape, tensors[0])
+        numbers = _numbers(calls[0], cut.shape, calls[0].tensor)
     parts = [cut(numbers, rank) for rank in range(len(calls))]
     if any(tuple(part.shape) != shape for part, shape in zip(parts, shapes, strict=True)):
         return None
     return [_rest(call, part.to(call.tensor.device)) for call, part in zip(calls, parts, strict=True)]
+
+
+def _is_known(call: Call) -> bool:
+    """Whether the numbers of the whole tensor can be drawn by themselves."""
+    func = call.func
+    known = func in _DROPOUTS or func in _LIKE or func in FILLING or func is F.gumbel_softmax
+    if not known and not (func is F.scaled_dot_product_attention and not call.tensor.is_cuda):
+        return False
+    if func in FILLING and any(isinstance(value, torch.Tensor) for value in _flat((call.args[1:], call.kwargs))):
+        return False
+    whole = call.drawn is None or call.drawn.placement.kind != "shard"
+    return not (whole and (func in _LIKE or func in FILLING))
+
+
+def own_part(call: Call, rank: int, size: int) -> Rest | None:
+    """As `_parts`, for a rank of `size` that is a process and draws the whole tensor's numbers for itself: all ranks'
+    generators are in one state."""
+    drawn = call.drawn
+    if drawn is None or not isinstance(call.tensor, torch.Tensor) or not _is_known(call):
+        return None
+    shape = _drawn_shape(call)
+    cut = _cutter(drawn, [shape] * size, rank)
+    if cut is None:
+        return None
+    with torch.no_grad():
+        part = cut(_numbers(call, cut.shape, call.tensor), rank)
+    return _rest(call, part) if tuple(part.shape) == shape else None
 
 
 _BY_ELEMENT = frozenset(
@@ -160,7 +176,7 @@ _BY_ELEMENT = frozenset(
 """What draws for each element by its value, or works more than a mask into it."""
 
 
-def _parts_of_results(calls: Sequence[_Call]) -> list[Rest] | None:
+def _parts_of_results(calls: Sequence[Call]) -> list[Rest] | None:
     """As `_parts`, where the numbers depend on the values: the whole tensor is put together, the call made once, and
     each rank gets its part of what came out, with each element's derivative for the gradient."""
     call, drawn = calls[0], calls[0].drawn
@@ -193,7 +209,7 @@ def _parts_of_results(calls: Sequence[_Call]) -> list[Rest] | None:
     return [_result(c, *own) for c, own in zip(calls, found, strict=True)]
 
 
-def _result(call: _Call, value: torch.Tensor, slope: torch.Tensor | None) -> Rest:
+def _result(call: Call, value: torch.Tensor, slope: torch.Tensor | None) -> Rest:
     tensor, value = call.tensor, value.to(call.tensor.device)
 
     def rest() -> Any:
@@ -221,24 +237,28 @@ class _Cutter:
         return numbers
 
 
-def _cutter(drawn: Drawn, shapes: Sequence[tuple[int, ...]]) -> _Cutter | None:
+def _cutter(drawn: Drawn, shapes: Sequence[tuple[int, ...]], known: int | None = None) -> _Cutter | None:
+    """known: the one rank whose shape is known; None: all are."""
     placement, cuts = drawn.placement, drawn.cuts
     if placement.kind != "shard":
         return _Cutter(shapes[0], (), drawn) if len(set(shapes)) == 1 else None
     first = next((rank for rank in range(len(shapes)) if not holds_nothing(placement.cut_by, cuts, rank)), 0)
+    first = first if known is None else known
     try:
         return _Cutter(*whole_layouts(placement, cuts, first, shapes[first]), drawn)
     except CollectiveError:  # a path that the plan was not made for: the ranks draw as if nobody knew
         return None
 
 
-def _weights_shape(call: _Call) -> tuple[int, ...]:
-    """Of attention weights: batch, heads, queries, keys."""
+def _drawn_shape(call: Call) -> tuple[int, ...]:
+    """Of the tensor that is drawn for; of attention weights batch, heads, queries, keys."""
+    if call.func is not F.scaled_dot_product_attention:
+        return tuple(call.tensor.shape)
     key = argument(call.args, call.kwargs, 1, "key", None)
     return (*call.tensor.shape[:-1], key.shape[-2])
 
 
-def _numbers(call: _Call, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def _numbers(call: Call, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """The numbers of the whole tensor: of dropouts a mask that holds 0 and 1 / (1 - p)."""
     func = call.func
     if func is F.scaled_dot_product_attention:
@@ -264,7 +284,7 @@ def _empty_like(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return made.permute([order.index(dim) for dim in range(like.dim())])
 
 
-def _rest(call: _Call, part: torch.Tensor) -> Rest:
+def _rest(call: Call, part: torch.Tensor) -> Rest:
     func = call.func
     if func is F.scaled_dot_product_attention:
         return lambda: _attention(part, *call.args, **call.kwargs)
@@ -334,7 +354,7 @@ def _gumbel_softmax(
 # --- without a layout ----------------------------------------------------------------------------------------------
 
 
-def _generators(calls: Sequence[_Call]) -> list[torch.Generator]:
+def _generators(calls: Sequence[Call]) -> list[torch.Generator]:
     """Every generator that the calls may draw from; all ranks' devices of one kind start from the first one's state."""
     found: dict[int, torch.Generator] = {id(torch.default_generator): torch.default_generator}
     for call in calls:
@@ -347,7 +367,7 @@ def _generators(calls: Sequence[_Call]) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _same(calls: Sequence[_Call]) -> bool:
+def _same(calls: Sequence[Call]) -> bool:
     """Whether all ranks ask for the same draw: equal shapes, equal values. Values are compared with room for rounding:
     ranks work out replicated tensors each by themselves."""
     first = list(_flat((calls[0].args, calls[0].kwargs)))

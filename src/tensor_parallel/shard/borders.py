@@ -86,7 +86,7 @@ def _from_whole(placement: Placement, view: RankView) -> Convert | None:
         share, slicer = _share(view.group), _slicer(placement, view)
         return lambda tensor: slicer(share(tensor))
     if placement.kind == "partial":
-        return None if view.keeper(placement.factors) == view.rank else torch.zeros_like
+        return None if view.keeper(placement.factors) == view.rank else view.group.withheld
     return None
 
 
@@ -224,6 +224,16 @@ class Borders:
         if self.by_call:
             self.calls += 1
         return output
+
+
+def cross(
+    borders: Borders | None, forward: Callable[..., Any], module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """A rank's `forward` of `module`, with what happens at the border before and after it."""
+    if borders is None:
+        return forward(module, *args, **kwargs)
+    changed, keywords, elsewhere = borders.enter(tuple(args), kwargs)
+    return borders.leave(forward(module, *changed, **keywords), elsewhere)
 
 
 def _converted(boundary: Boundary, view: RankView, form: Form, *, leaving: bool) -> Convert | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Self
@@ -12,25 +11,21 @@ import torch
 from torch import nn
 
 from tensor_parallel.errors import DeviceError, PlanError
-from tensor_parallel.shard.assembly import reading
+from tensor_parallel.shard.classes import Swapped
 from tensor_parallel.shard.hooks import call_watched, record, run_own_hooks
 from tensor_parallel.shard.joined import itself, joined_copy
-from tensor_parallel.shard.run import run_on_all
-from tensor_parallel.shard.shards import Slot, slot_of
+from tensor_parallel.shard.shards import Slot
 from tensor_parallel.shard.state_dict import load_whole, save_whole
 from tensor_parallel.shard.unsplit import follow_if_idle, whole_parameters
 
 _SCALARS = (bool, int, float, str, type(None))
 
 
-class SplitModule(nn.Module):
+class SplitModule(Swapped):
     """First base of every class made for a split model's modules. One call has two callers: from outside, the module
     runs on all ranks with whole tensors in and out; from a rank, it is that rank's own."""
 
     _tp_slot: Slot
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Stops the original class's own hook: it must not wrap the methods a second time."""
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         slot = self._tp_slot
@@ -237,54 +232,3 @@ def _is_free_function(value: Any) -> bool:
 
 def _is_free(value: Any) -> bool:
     return isinstance(value, type) or _is_plain(value) or _is_free_function(value)
-
-
-def split_class(
-    base: type[nn.Module],
-    mixins: tuple[type, ...],
-    methods: Mapping[str, Callable[..., Any]],
-    own_forward: Callable[..., Any],
-    *,
-    assembles: bool = False,
-) -> type[nn.Module]:
-    """`base`'s subclass for a split model, under the same name. `type(model)(config)` gives an ordinary `base`.
-
-    methods: those that the subclass has in place of the base's.  own_forward: what a rank does.
-    assembles: its modules have parameters of which each rank keeps a piece.
-    """
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = slot_of(self)
-        if slot is None:  # kept by a forward patched onto the instance, and the model is whole meanwhile
-            return base.forward(self, *args, **kwargs)
-        rank = slot.rank_here()
-        if rank is None:
-            return run_on_all(self, slot, args, kwargs)
-        return own_forward(self, *args, **kwargs)
-
-    def new(_: type, *args: Any, **kwargs: Any) -> Any:
-        return base(*args, **kwargs)
-
-    namespace = {
-        **methods,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__new__": new,
-        "forward": forward,
-        "_tp_base": base,
-        **({"__getattr__": reading(base)} if assembles else {}),
-    }
-    meta: Any = type(base)
-    made: type[nn.Module] = meta(base.__name__, (*mixins, base), namespace)
-    if checkpoints_itself(base):
-        super(SplitModule, made).__init_subclass__()  # type: ignore[misc]
-    return made
-
-
-def checkpoints_itself(base: type[nn.Module]) -> bool:
-    """Whether it is a layer of transformers whose `forward` is wrapped, for each subclass anew, in one that checkpoints
-    where it is the outermost: then the split class needs the wrapper, and a rank has to go through it."""
-    layers = sys.modules.get("transformers.modeling_layers")
-    return layers is not None and issubclass(base, layers.GradientCheckpointingLayer)

@@ -253,6 +253,23 @@ def _zeros_like(leaf: torch.Tensor, rank: int, device: torch.device) -> torch.Te
         raise
 
 
+def own_part(
+    parameter: nn.Parameter, plan: TensorPlan, resolved: ResolvedPlan, rank: int, device: torch.device
+) -> nn.Parameter:
+    """Replace `parameter`'s data, and its gradient's, by `rank`'s part on `device` (its stand-in, where it holds
+    nothing), in place, or where it has to be by another leaf."""
+    gradient, parameter.grad = parameter.grad, None
+    if plan.is_cut:
+        parameter.data = cut(parameter, plan, resolved.cuts, rank, device)
+        gradient = None if gradient is None else cut(gradient, plan, resolved.cuts, rank, device)
+    else:
+        parameter.data = parameter.data.to(device)
+        gradient = None if gradient is None else gradient.to(device)
+    leaf = _leaf_of(parameter)
+    leaf.grad = gradient
+    return leaf
+
+
 def _leaf_for(known: nn.Parameter | None, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     if known is None:
         return nn.Parameter(data, requires_grad=requires_grad)

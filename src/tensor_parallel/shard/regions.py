@@ -211,6 +211,9 @@ class _RankHandler:
     def applies(self) -> bool:
         return self._shards.team.rank_here() == self._rank
 
+    def again(self, function: Callable[..., Any]) -> None:
+        return None
+
     @contextmanager
     def region(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve: bool, check: bool

@@ -11,6 +11,7 @@ from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.shard.assembly import saving_references
+from tensor_parallel.shard.borders import cross
 from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.loading import finish_loading
 from tensor_parallel.shard.memory import explain_if_out_of_memory
@@ -139,11 +140,7 @@ def enter(module: nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str
     """A rank's part of a call from outside: hooks have run in the caller, whole tensors come and go."""
     if slot.rank and module._forward_pre_hooks:
         args = run_own_hooks(module, args)
-    borders = slot.outside
-    if borders is None:
-        return slot.own_forward(module, *args, **kwargs)
-    changed, keywords, elsewhere = borders.enter(args, kwargs)
-    return borders.leave(slot.own_forward(module, *changed, **keywords), elsewhere)
+    return cross(slot.outside, slot.own_forward, module, args, kwargs)
 
 
 def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -374,6 +374,10 @@ class Slot:
             raise TensorParallelError(f"module {self.name!r} belonged to a split model that was deleted")
         return shards
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """Around the module's own forward on its rank: its random calls are those that the plan knows."""
+        return self.shards.run.drawing(self.rank, self.draws)
+
     def peers(self) -> list[nn.Module]:
         """The same module in the other ranks' trees."""
         return [self.shards.peers[rank][self.name] for rank in range(1, self.shards.world_size)]
@@ -388,12 +392,18 @@ def shards_of(model: nn.Module) -> ModelShards:
     """The data of a split model (of any of its modules).
 
     Raises:
-        TensorParallelError: the model is not split.
+        TensorParallelError: the model is not split, or split over processes.
     """
     slot = slot_of(model)
     if slot is None:
         raise TensorParallelError(f"{type(model).__name__} is not split; split it with tp.tensor_parallel first")
-    return slot.shards
+    shards = slot.shards
+    if not isinstance(shards, ModelShards):
+        raise TensorParallelError(
+            f"{type(model).__name__} is one rank's part of a model that is split over processes; its parameters, "
+            "gradients and state_dict are this rank's parts, and to work with whole ones there is not there yet"
+        )
+    return shards
 
 
 def survey_of(shards: ModelShards) -> Survey | None:

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from tensor_parallel.layout import local_size, runs
+from tensor_parallel.layout import Cuts, local_size, runs
 from tensor_parallel.plan import ModulePlan
-from tensor_parallel.shard.attributes import local_attributes
+from tensor_parallel.shard.attributes import Active, local_attributes
 from tensor_parallel.shard.call_sites import TABLE, call_sizes, with_local_sizes
 from tensor_parallel.shard.hand_rules import local_attribute_values
-from tensor_parallel.shard.shards import ModelShards
 
 
 def local_forward(base: type[nn.Module], plan: ModulePlan) -> Callable[..., Any]:
@@ -31,8 +30,7 @@ def _drawing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def drawing(module: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = module.__dict__["_tp_slot"]
-        with slot.shards.run.drawing(slot.rank, slot.draws):
+        with module.__dict__["_tp_slot"].drawing():
             return forward(module, *args, **kwargs)
 
     return drawing
@@ -71,12 +69,12 @@ def _local_method(base: type[nn.Module], name: str, plan: ModulePlan) -> Callabl
 
 
 def localise_sizes(
-    module: nn.Module, own_class: type[nn.Module], plan: ModulePlan, rank: int, shards: ModelShards
+    module: nn.Module, own_class: type[nn.Module], plan: ModulePlan, rank: int, cuts: Cuts, active: Active
 ) -> None:
-    """Make `module`, of the class `own_class` made for it, read `rank`'s own integers while a rank runs it."""
-    cuts = shards.resolved.cuts
+    """Make `module`, of the class `own_class` made for it, read `rank`'s own integers while a rank runs it, which
+    `active` tells."""
     sizes = {item.attribute: local_size(item.layout, cuts, rank) for item in plan.attributes}
-    local_attributes(module, {**sizes, **local_attribute_values(module, plan, rank)}, shards.team.rank_here)
+    local_attributes(module, {**sizes, **local_attribute_values(module, plan, rank)}, active)
     if plan.call_sites:
         module.__dict__[TABLE] = call_sizes(plan.call_sites, cuts, rank)
     for lookup in plan.lookups:

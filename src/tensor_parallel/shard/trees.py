@@ -17,14 +17,16 @@ from tensor_parallel.own_hooks import is_own, is_recorder
 from tensor_parallel.plan import ModulePlan, ResolvedPlan, TensorPlan
 from tensor_parallel.shard.assembly import assembled_names, letting_go
 from tensor_parallel.shard.borders import RankView, compile_borders
+from tensor_parallel.shard.classes import ClassTable
 from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.loading import empty_tensors
 from tensor_parallel.shard.memory import explain_if_out_of_memory, explaining_backward
-from tensor_parallel.shard.module import SplitModule, checkpoints_itself, split_class
+from tensor_parallel.shard.module import SplitModule
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter, moved
 from tensor_parallel.shard.routes import Routes
+from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import (
     Binding,
     BufferWatch,
@@ -35,7 +37,7 @@ from tensor_parallel.shard.shards import (
     Slot,
     slot_of,
 )
-from tensor_parallel.shard.sizes import local_forward, local_methods, localise_sizes
+from tensor_parallel.shard.sizes import localise_sizes
 from tensor_parallel.shard.survey import Survey
 from tensor_parallel.shard.tail import Tail
 from tensor_parallel.shard.team import Team
@@ -285,21 +287,17 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     shards.has_tail = shards.world_size > 1 and any(plan.last for plan in shards.resolved.plan.modules.values())
     tail = Tail(shards) if shards.has_tail else None
     called_by_root = set(shards.resolved.plan.modules.get("", NO_PLAN).calls)
-    classes: dict[Any, type[nn.Module]] = {}
-    forwards: dict[Any, Callable[..., Any]] = {}
+    classes = ClassTable(run_on_all)
     for path, child in list(module.named_modules()):
         base, assembled = base_class(child), assembled_names(child, shards)
         shards.assembles = shards.assembles or bool(assembled)
         plan = shards.resolved.plan.modules.get(path, NO_PLAN)
-        signature = _signature(base)
-        key = (base, plan.call_sites, bool(plan.lookups), bool(plan.draws), path == "", bool(assembled))
-        if key not in classes:
-            own_forward, bases = local_forward(base, plan), mixins if path == "" else (SplitModule,)
-            classes[key] = split_class(base, bases, local_methods(base, plan), own_forward, assembles=bool(assembled))
-            forwards[key] = classes[key].forward if checkpoints_itself(base) else own_forward
+        signature = forward_signature(base)
+        bases = mixins if path == "" else (SplitModule,)
+        own_class, forward = classes.of(base, plan, bases, assembles=bool(assembled))
         shards.visible[path] = weakref.ref(child)
         for rank, own in enumerate([child, *(shards.peers[r][path] for r in range(1, shards.world_size))]):
-            slot = Slot(shards, rank, path, forwards[key])
+            slot = Slot(shards, rank, path, forward)
             if assembled:
                 slot.assembled, slot.own_forward = assembled, letting_go(slot.own_forward)
             slot.own_forward = ruled_forward(slot.own_forward, plan, path, signature, shards.team.groups[rank])
@@ -313,9 +311,9 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             slot.around = compile_borders(plan, own, signature, view, "around")
             by_call = [b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call]
             shards.borders_by_call[rank].extend(by_call)
-            own.__class__ = classes[key]
+            own.__class__ = own_class
             own.__dict__["_tp_slot"] = slot
-            localise_sizes(own, classes[key], plan, rank, shards)
+            localise_sizes(own, own_class, plan, rank, shards.resolved.cuts, shards.team.rank_here)
         _register_parts(child, shards)
         shards.assigned.update(map(id, child._parameters.values()))
     module.__dict__["_tp_slot"].survey = Survey(module)
@@ -323,7 +321,7 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
     shards.routes = Routes(module, shards.resolved.plan.reads)
 
 
-def _signature(base: type[nn.Module]) -> inspect.Signature:
+def forward_signature(base: type[nn.Module]) -> inspect.Signature:
     """The forward's signature without its self."""
     found = inspect.signature(base.forward)
     return found.replace(parameters=list(found.parameters.values())[1:])

@@ -215,9 +215,9 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     if slot is None:
         yield
         return
-    if slot.rank_here() is not None or slot.rank or slot.shards.team.acts_as_caller():
+    shards = shards_of(model)
+    if slot.rank_here() is not None or slot.rank or shards.team.acts_as_caller():
         raise TensorParallelError("whole_parameters within a forward of the model: the ranks are using their parts")
-    shards = slot.shards
     root = shards.visible[""]()
     if root is None or shards.again is None:
         raise TensorParallelError("the split model that this module belonged to was deleted; split it again")

@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.own_hooks import is_recorder
-from tensor_parallel.shard import ModelShards, shards_of
+from tensor_parallel.shard import ModelShards
 from tensor_parallel.shard.values import leaves
 
 _FORWARDED = (
@@ -53,7 +53,7 @@ class CacheAdapter:
         captured = {_captured(hook) for hook in module._forward_hooks.values() if is_recorder(hook)} & set(collected)
         if not captured:
             return ""
-        shards = shards_of(module)
+        shards = module.__dict__["_tp_slot"].shards
         own = shards.resolved.plan.modules.get(module.__dict__["_tp_slot"].name)
         cut = own is not None and any(b.after.kind != "replicate" and not b.spare for b in own.outputs)
         return "part" if cut or captured & shards.gathered else "whole"
