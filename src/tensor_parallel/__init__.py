@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 # The package, a submodule and the function share a name: the submodule is imported first, the function bound after it.
 from tensor_parallel.tensor_parallel import TensorParallel  # isort: skip
+from tensor_parallel import state_actions
 from tensor_parallel.errors import (
     AlreadySplitError,
     CheckpointError,
@@ -22,8 +23,7 @@ from tensor_parallel.errors import (
     VerificationError,
 )
 from tensor_parallel.factory import Sharded, make_plan, tensor_parallel
-from tensor_parallel.plan import Config, Plan, state_actions
-from tensor_parallel.plan.state_actions import StateAction
+from tensor_parallel.plan import Config, Plan
 from tensor_parallel.shard import whole_parameters
 from tensor_parallel.state import (
     convert_state_dict,
@@ -32,6 +32,7 @@ from tensor_parallel.state import (
     infer_sharded_device_map,
     save_tensor_parallel,
 )
+from tensor_parallel.state_actions import StateAction
 from tensor_parallel.verify import report, verify
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import tensor_parallel as tp
-from tensor_parallel.plan.state_actions import Scale, Split, SplitInChunks, SplitInGroupedChunks
+from tensor_parallel.state_actions import Scale, Split, SplitInChunks, SplitInGroupedChunks
 from tensor_parallel.testing import assert_parity, noisy
 
 RANKS = [1, 2, 3, 5]

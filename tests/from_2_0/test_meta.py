@@ -10,7 +10,7 @@ from accelerate.utils import set_module_tensor_to_device
 from torch import nn
 
 import tensor_parallel as tp
-from tensor_parallel.plan.state_actions import Scale, Split, SplitInChunks
+from tensor_parallel.state_actions import Scale, Split, SplitInChunks
 from tensor_parallel.testing import assert_parity, noisy
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])

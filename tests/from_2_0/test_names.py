@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import tensor_parallel as tp
-from tensor_parallel.plan.state_actions import Scale, Split
+from tensor_parallel.state_actions import Scale, Split
 from tensor_parallel.testing import assert_parity, noisy
 
 TABLE = json.loads((Path(__file__).parent / "names.json").read_text())
