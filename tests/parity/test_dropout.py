@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers
 from families import CLASSES, config, padded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
 from tensor_parallel.testing import noisy
@@ -267,3 +268,34 @@ def test_attention_refuses_a_mask_beside_is_causal_as_unsplit():
     for model in (reference, split):
         with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
             model(torch.ones(2, 5, 6, dtype=torch.float64))
+
+
+class Shared(nn.Module):
+    """One Dropout for a cut tensor and for whole ones."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(6, 24), nn.Linear(24, 6), nn.Dropout(0.5)
+        self.checkpointed = checkpointed
+
+    def block(self, x):
+        return self.drop(self.down(self.drop(self.up(x).relu())))
+
+    def forward(self, x):
+        x = self.drop(x)
+        for _ in range(2):
+            x = x + (checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x))
+        return x
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_one_dropout_on_cut_and_on_whole_tensors(checkpointed, ranks):
+    reference = noisy(Shared(checkpointed).double().train())
+    x = torch.randn(3, 6, dtype=torch.float64)
+    plan = tp.make_plan(reference, ranks, {"x": x})
+    assert plan.tensors["up.weight"].is_cut
+    assert len({draw.call for draw in plan.modules["drop"].draws}) > 1
+    assert tp.Plan.from_json(plan.to_json()) == plan
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * ranks, plan)
+    assert_same_training(reference, split, {"x": x}, lambda output: output.pow(2).sum(), 3, 1e-9)

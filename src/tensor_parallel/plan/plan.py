@@ -128,11 +128,13 @@ class Draw:
 
     index: it is the forward's index-th such call.  function: its name.
     placement: of the tensor that it draws for, of attention its weights (batch, heads, queries, keys); None: unknown.
+    call: only in the call with this index (from 0) of the module in one forward; None: in all.
     """
 
     index: int
     function: str
     placement: Placement | None
+    call: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

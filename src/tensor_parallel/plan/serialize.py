@@ -329,7 +329,15 @@ _call_site = _record(
         "layout": _optional(_dim),
     },
 )
-_draw = _record(Draw, {"index": _Node.integer, "function": _Node.text, "placement": _optional(_placement)})
+_draw = _record(
+    Draw,
+    {
+        "index": _Node.integer,
+        "function": _Node.text,
+        "placement": _optional(_placement),
+        "call": _optional(_Node.integer),
+    },
+)
 _hand_rule = _record(
     HandRule,
     {

@@ -278,19 +278,20 @@ class _Emitter:
         return any(self.places.get((call.name, "out", path), (None, ""))[1] == "all_gather" for path in call.outputs)
 
     def _draws(self) -> dict[str, tuple[Draw, ...]]:
-        """The random calls of each module; where calls of it or examples disagree, the layout is unknown."""
-        found: dict[str, dict[int, Draw]] = {}
+        """The random calls of each module, call by call where they differ; where examples disagree about one, its
+        layout is unknown."""
+        found: dict[str, dict[tuple[int, int], Draw]] = {}
         counts: dict[int, int] = {}
         for function in self.graph.trace.function_calls:
             if function.name not in DRAWING_NAMES:
                 continue
             call = self.graph.trace.module_calls[function.module_call]
             index = counts[call.index] = counts.get(call.index, -1) + 1
-            draw = Draw(index, function.name, self._drawn(function, call))
-            known = found.setdefault(call.name, {}).setdefault(index, draw)
+            draw = Draw(index, function.name, self._drawn(function, call), call.number)
+            known = found.setdefault(call.name, {}).setdefault((call.number, index), draw)
             if known != draw:
-                found[call.name][index] = replace(known, placement=None)
-        return {name: tuple(by_index.values()) for name, by_index in found.items()}
+                found[call.name][call.number, index] = replace(known, placement=None)
+        return {name: _for_all_calls(tuple(draws.values())) for name, draws in found.items()}
 
     def _drawn(self, function: FunctionCall, call: ModuleCall) -> Placement | None:
         """How the tensor lies that a random call draws for; None where that cannot be said."""
@@ -347,6 +348,15 @@ def _gradient_border(graph: Graph, value: int, op: int) -> Place | None:
         if not call.first_op <= op < call.last_op and call.name:
             return call.name, "out", path
     return None
+
+
+def _for_all_calls(draws: tuple[Draw, ...]) -> tuple[Draw, ...]:
+    """The draws without the number of the call, where every call makes the same ones."""
+    by_call: dict[int | None, list[Draw]] = {}
+    for draw in draws:
+        by_call.setdefault(draw.call, []).append(replace(draw, call=None))
+    first, *others = by_call.values()
+    return tuple(first) if all(other == first for other in others) else draws
 
 
 def _whole(value: Value) -> tuple[DimLayout, ...]:

@@ -14,6 +14,30 @@ Counterparts = dict[int, list[Any]]
 """Objects of which each rank has its own, by the id of rank 0's."""
 
 
+class KnownDraws:
+    """The random calls that the plan knows of one module on one rank. calls: how many of the module there were in this
+    forward, where they differ."""
+
+    __slots__ = ("_draws", "_in_all", "calls")
+
+    def __init__(self, draws: Iterable[Draw] = ()) -> None:
+        self._draws = tuple(draws)
+        self._in_all = {draw.index: draw for draw in self._draws if draw.call is None}
+        self.calls = 0
+
+    @property
+    def by_call(self) -> bool:
+        """Whether the module's calls differ."""
+        return len(self._in_all) < len(self._draws)
+
+    def of_next_call(self) -> Mapping[int, Draw]:
+        """By index, those of the call that begins."""
+        if not self.by_call:
+            return self._in_all
+        number, self.calls = self.calls, self.calls + 1
+        return {draw.index: draw for draw in self._draws if draw.call in (None, number)}
+
+
 class DrawScope:
     """The random calls of one module call on one rank, as far as the plan knows them."""
 

@@ -26,11 +26,11 @@ from tensor_parallel.comm.draws import Layouts
 from tensor_parallel.comm.process import ProcessGroup
 from tensor_parallel.comm.process_exchange import Shared
 from tensor_parallel.errors import RankError, TensorParallelError
-from tensor_parallel.plan import Draw, ResolvedPlan
+from tensor_parallel.plan import ResolvedPlan
 from tensor_parallel.shard.borders import Borders, cross
 from tensor_parallel.shard.classes import Swapped
 from tensor_parallel.shard.hooks import has_user_code, record, run_own_hooks, spare_modules
-from tensor_parallel.shard.one_run import Run
+from tensor_parallel.shard.one_run import KnownDraws, Run
 from tensor_parallel.shard.regions import random_states
 from tensor_parallel.shard.shards import Adapter, Binding, refresh_flat_weights
 from tensor_parallel.shard.values import distinct_leaves, map_leaves
@@ -56,7 +56,7 @@ class ProcessShard:
         self.devices = (group.device,) * group.size()
         self.shared: list[Shared] = []
         self.places: list[Binding] = []
-        self.counted: list[Borders] = []
+        self.counted: list[Any] = []
         self.spare = spare_modules(plans)
         outputs = [boundary.path for plan in plans.values() for boundary in plan.outputs]
         self.gathered = frozenset(path.partition(".")[0] for path in outputs if path and not path[0].isdigit())
@@ -281,12 +281,12 @@ class ProcessSlot:
         self.inside: Borders | None = None
         self.outside: Borders | None = None
         self.around: Borders | None = None
-        self.draws: Mapping[int, Draw] = {}
+        self.draws = KnownDraws()
         self.watch: Watch | None = None
 
     def drawing(self) -> AbstractContextManager[None]:
         """Around the module's own forward: its random calls are those that the plan knows."""
-        return self.shards.run.drawing(self.rank, self.draws)
+        return self.shards.run.drawing(self.rank, self.draws.of_next_call())
 
 
 class ProcessModule(Swapped):

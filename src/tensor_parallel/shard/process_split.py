@@ -18,6 +18,7 @@ from tensor_parallel.shard.borders import RankView, compile_borders
 from tensor_parallel.shard.classes import ClassTable
 from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.joined import base_class
+from tensor_parallel.shard.one_run import KnownDraws
 from tensor_parallel.shard.pieces import cut_buffer, held_by, own_part
 from tensor_parallel.shard.process import ProcessModule, ProcessShard, ProcessSlot, Randomness, SavingModule
 from tensor_parallel.shard.shards import Adapter, Binding
@@ -114,8 +115,9 @@ def _install(module: nn.Module, shard: ProcessShard) -> None:
         slot.inside = compile_borders(plan, child, signature, view, "inside")
         slot.outside = compile_borders(plan, child, signature, view, "outside")
         slot.around = compile_borders(plan, child, signature, view, "around")
-        slot.draws = {draw.index: draw for draw in plan.draws}
-        shard.counted.extend(b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call)
+        slot.draws = KnownDraws(plan.draws)
+        by_call = (slot.inside, slot.outside, slot.around, slot.draws)
+        shard.counted.extend(b for b in by_call if b is not None and b.by_call)
         child.__class__ = own_class
         child.__dict__["_tp_slot"] = slot
         localise_sizes(child, own_class, plan, shard.rank, shard.resolved.cuts, shard.rank_here)

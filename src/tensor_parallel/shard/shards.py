@@ -15,8 +15,8 @@ from torch import nn
 from tensor_parallel.comm.joint import copy_to_ranks
 from tensor_parallel.comm.rendezvous import Graphs
 from tensor_parallel.errors import TensorParallelError
-from tensor_parallel.plan import Draw, ResolvedPlan
-from tensor_parallel.shard.one_run import Run
+from tensor_parallel.plan import ResolvedPlan
+from tensor_parallel.shard.one_run import KnownDraws, Run
 from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.survey import Survey
@@ -361,7 +361,7 @@ class Slot:
         self.outside: Any = None
         self.around: Any = None
         self.watched = False
-        self.draws: Mapping[int, Draw] = {}
+        self.draws = KnownDraws()
         self.loading = False
         self.survey: Survey | None = None
         self.assembled: Mapping[str, SplitTensor] = {}
@@ -376,7 +376,7 @@ class Slot:
 
     def drawing(self) -> AbstractContextManager[None]:
         """Around the module's own forward on its rank: its random calls are those that the plan knows."""
-        return self.shards.run.drawing(self.rank, self.draws)
+        return self.shards.run.drawing(self.rank, self.draws.of_next_call())
 
     def peers(self) -> list[nn.Module]:
         """The same module in the other ranks' trees."""

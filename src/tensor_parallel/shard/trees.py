@@ -24,6 +24,7 @@ from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.loading import empty_tensors
 from tensor_parallel.shard.memory import explain_if_out_of_memory, explaining_backward
 from tensor_parallel.shard.module import SplitModule
+from tensor_parallel.shard.one_run import KnownDraws
 from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter, moved
 from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.run import run_on_all
@@ -307,7 +308,9 @@ def _install(module: nn.Module, shards: ModelShards, mixins: tuple[type, ...]) -
             if tail is not None and path in called_by_root:
                 slot.own_forward = tail.noting(rank, slot.own_forward)
             slot.outside = compile_borders(plan, own, signature, view, "outside")
-            slot.draws = {draw.index: draw for draw in plan.draws}
+            slot.draws = KnownDraws(plan.draws)
+            if slot.draws.by_call:
+                shards.borders_by_call[rank].append(slot.draws)
             slot.around = compile_borders(plan, own, signature, view, "around")
             by_call = [b for b in (slot.inside, slot.outside, slot.around) if b is not None and b.by_call]
             shards.borders_by_call[rank].extend(by_call)
