@@ -100,8 +100,8 @@ def of_a_subgroup(group: Group) -> Found:
 
 
 def half(group: Group) -> Found:
-    """Three numbers whose sum depends on how often it is rounded."""
-    x = torch.tensor([[256.0, 1.0, 1.0][group.rank()]], dtype=torch.bfloat16).requires_grad_()
+    """Sums of three are rounded once."""
+    x = leaf(group, 300).detach().bfloat16().requires_grad_()
     return [x], [group.all_reduce(x * 1).double()]
 
 
