@@ -72,13 +72,17 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Split SmolLM2-135M over N devices and prove that nothing changed.")
     # As text: argparse then checks it as it checks an argument.
-    parser.add_argument("--ranks", type=int, default=os.environ.get("N") or "2", help="devices (default: $N or 2)")
+    parser.add_argument("--ranks", type=_count, default=os.environ.get("N") or "2", help="devices (default: $N or 2)")
     parser.add_argument("--question", default=os.environ.get("Q") or QUESTION, help="default: $Q, or one of its own")
-    parser.add_argument("--tokens", type=int, default=128, help="longest answer, in tokens")
-    arguments = parser.parse_args()
-    if arguments.ranks < 1 or arguments.tokens < 1:
-        parser.error("--ranks and --tokens must be at least 1")
-    return arguments
+    parser.add_argument("--tokens", type=_count, default=128, help="longest answer, in tokens")
+    return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    """The number that `text` is; else one line that says so ends the program, without argparse's usage."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        sys.exit(f"demo: N (--ranks) and --tokens are numbers of at least 1, such as 2; given: {text!r}")
+    return int(text)
 
 
 def _smollm2_file() -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,9 +75,7 @@ def test_another_token_is_named_and_forgiven_only_where_the_two_best_tie(
     assert demo._proof(demo.Answer(unsplit.tokens, tied), demo.Answer(tokens, tied), 6, 1e-4) == 0
 
 
-def test_devices_and_options(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_devices_and_options(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo._devices(3) == ["cpu"] * 3 or torch.cuda.is_available()
     monkeypatch.setattr(sys, "argv", ["demo.py"])
     monkeypatch.setenv("N", "4")
@@ -83,10 +83,16 @@ def test_devices_and_options(
     options = demo._arguments()
     assert (options.ranks, options.question) == (4, demo.QUESTION)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--ranks", "0"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="at least 1, such as 2; given: '0'"):
         demo._arguments()
     monkeypatch.setattr(sys, "argv", ["demo.py"])
-    monkeypatch.setenv("N", "abc")
-    with pytest.raises(SystemExit):
-        demo._arguments()
-    assert "invalid int value: 'abc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["abc", "0", "\u00b2"])
+def test_a_number_of_devices_that_is_none_is_one_line(given: str) -> None:
+    environment = {**os.environ, "N": given}
+    demo = [sys.executable, str(EXAMPLES / "demo.py")]
+    done = subprocess.run(demo, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert line == f"demo: N (--ranks) and --tokens are numbers of at least 1, such as 2; given: {given!r}"

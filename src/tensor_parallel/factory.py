@@ -17,7 +17,7 @@ from torch import nn
 
 from tensor_parallel import planner
 from tensor_parallel.errors import AlreadySplitError, DeviceError, PlanError, TraceError
-from tensor_parallel.plan import Config, Plan, resolve
+from tensor_parallel.plan import Config, Plan, bytes_by_rank, resolve
 from tensor_parallel.plan.check import check_plan
 from tensor_parallel.plan.table import bytes_text, counted
 from tensor_parallel.planner import DEFAULT_RULES, Rules
@@ -113,18 +113,22 @@ def tensor_parallel(
 
 
 def _log_plan(plan: Plan, name: str, seconds: float) -> None:
-    """INFO: what was planned; DEBUG: why each tensor stays whole."""
+    """INFO: what was planned, and the bytes of each rank; DEBUG: why each tensor stays whole. The candidates that lost
+    and what they would have cost: planner/select.py's."""
     log = logging.getLogger(__name__)
     if not log.isEnabledFor(logging.INFO):
         return
     parameters = [tensor for tensor in plan.tensors.values() if not tensor.is_buffer]
+    held = bytes_by_rank(resolve(plan, plan.world_size), parameters)
     total, cut = sum(t.nbytes for t in parameters), sum(t.nbytes for t in parameters if t.is_cut)
     met = {op: sum(t.calls for t in plan.traffic if t.op == op) for op in ("all_reduce", "all_gather")}
     log.info(
-        "planned %s in %.2f s for %s from %s: %.0f%% of %s of parameters split, by %s; one forward has %s and %s",
+        "planned %s in %.2f s for %s from %s: %.0f%% of %s of parameters split, by %s; one forward has %s and %s; "
+        "bytes of parameters by rank: %s",
         *(name, seconds, counted(plan.world_size, "rank"), "; ".join(plan.paths) or "its layers one by one"),
         *(100 * cut / max(total, 1), bytes_text(total), counted(len(plan.factors), "factor")),
         *(counted(met["all_reduce"], "all-reduce"), counted(met["all_gather"], "all-gather")),
+        "; ".join(map(bytes_text, held)),
     )
     for tensor in plan.tensors.values():
         if not tensor.is_cut:
@@ -149,7 +153,11 @@ class _Replan:
         try:
             return make_plan(module, self.world_size, self.example_inputs)
         except TraceError as error:
-            logging.getLogger(__name__).warning("the changed model is split layer by layer: %s", error)
+            logging.getLogger(__name__).warning(
+                "%s was changed, and its new plan was made without a trace, layer by layer (exact, but less is split "
+                "and more is sent): %s",
+                *(type(module).__name__, error),
+            )
             return planner.layerwise_plan(module, self.world_size)
 
 
@@ -181,15 +189,15 @@ def make_plan(
     if padded:
         try:
             return planner.make_plan(module, world_size, [*inputs, *padded], rules=rules)
-        except TraceError:
-            pass  # the forward takes no such mask: what was given is all there is
+        except TraceError as error:  # the forward takes no such mask: what was given is all there is
+            logging.getLogger(__name__).debug("planned without padding: %s", error)
     plan = planner.make_plan(module, world_size, inputs, rules=rules)
     labelled = _labelled_too(module, inputs, plan) if example_inputs is None else []
     if labelled:
         try:
             return planner.make_plan(module, world_size, [*inputs, *labelled], rules=rules)
-        except TraceError:
-            pass  # labels of another kind: the forward is called without them, or given an example
+        except TraceError as error:  # labels of another kind: the forward is called without them, or given an example
+            logging.getLogger(__name__).debug("planned without labels: %s", error)
     return plan
 
 

@@ -15,12 +15,14 @@ from torch import nn
 
 from tensor_parallel.errors import DeviceError, PlanError
 from tensor_parallel.plan import Config, Plan, ResolvedPlan, resolve
+from tensor_parallel.plan.table import bytes_text
 from tensor_parallel.runtime import ThreadTeam
 from tensor_parallel.shard import (
     Adapter,
     Leaves,
     ModelShards,
     SplitModule,
+    bytes_held,
     check_optimizers,
     is_assembled,
     is_by_rank,
@@ -298,10 +300,13 @@ def split(
     shards.before = before
     shards.again = functools.partial(_split_again, before)
     check_optimizers(shards)
-    logging.getLogger(__name__).info(
-        "split %s over %s in %.2f s",
-        *(type(module).__name__, ", ".join(map(str, shards.devices)), time.perf_counter() - start),
-    )
+    log = logging.getLogger(__name__)
+    if log.isEnabledFor(logging.INFO):
+        log.info(
+            "split %s over %s in %.2f s; bytes of parameters by rank: %s",
+            *(type(module).__name__, ", ".join(map(str, shards.devices)), time.perf_counter() - start),
+            "; ".join(map(bytes_text, bytes_held(shards))),
+        )
     shards.adapters.extend(wrapper._adapters())
     return module
 

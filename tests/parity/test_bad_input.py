@@ -156,3 +156,13 @@ def test_an_array_among_the_examples_is_described_and_cured():
     with pytest.raises(tp.TraceError, match=r"ndarray of float64\[300, 4\] \(no tensor: torch.from_numpy") as caught:
         tp.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), ["cpu"] * 2, example_inputs=(numpy.ones((300, 4)),))
     assert len(str(caught.value)) < 500
+
+
+def test_arrays_and_long_lists_inside_an_example_are_described_too():
+    numpy = pytest.importorskip("numpy")
+    model = noisy(Mlp((6, 10, 6)).double())
+    given = {"x": [numpy.ones((300, 6), dtype="float32"), list(range(1000))]}
+    what = r"x: \(ndarray of float32\[300, 6\] \(no tensor: torch.from_numpy makes it one\), \(0, 1, .*\.{3} 1000 items"
+    with pytest.raises(tp.TraceError, match=what) as caught:
+        tp.tensor_parallel(model, ["cpu"] * 2, example_inputs=given)
+    assert len(str(caught.value)) < 600

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 
 import pytest
 import torch
 import transformers
+from changed import assert_equal_files, assert_equal_models
 from torch import nn
 
 import tensor_parallel as tp
@@ -171,32 +173,19 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def assert_equal_models(split, reference, tolerance=1e-11):
-    close = {"atol": tolerance, "rtol": tolerance}
-    outputs = [model(IDS, use_cache=False).logits for model in (reference, split)]
-    torch.testing.assert_close(outputs[1], outputs[0], **close)
-    for model, output in zip((reference, split), outputs, strict=True):
-        model.zero_grad()
-        output.pow(2).mean().backward()
-    mine = tp.full_gradients(split)
-    theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    assert sorted(mine) == sorted(theirs)
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(mine[name], gradient, **close, msg=lambda text, name=name: f"{name}: {text}")
-    state, wanted = split.state_dict(), reference.state_dict()
-    assert list(state) == list(wanted)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(state[name], tensor, **close)
+def logits(model):
+    return model(IDS, use_cache=False).logits
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_act_on_all_ranks(change, ranks):
+def test_changes_act_on_all_ranks(change, ranks, tmp_path):
     reference, split = pair(ranks)
     split(IDS)
     change(reference)
     change(split)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
+    assert_equal_files(split, reference, tmp_path)
     assert isinstance(split, tp.TensorParallelPreTrainedModel)
     assert any(tensor.is_cut for tensor in shards_of(split).tensors.values())
 
@@ -206,7 +195,7 @@ def test_changes_of_a_tied_model(change):
     reference, split = pair(2, tied=True)
     change(reference)
     change(split)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
     assert split.lm_head.weight is split.model.embed_tokens.weight
 
 
@@ -257,7 +246,7 @@ def test_whole_parameters_keeps_identities_also_after_an_error():
     after = dict(split.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
-    assert_equal_models(split, reference)
+    assert_equal_models(split, reference, logits)
 
 
 def test_gradients_are_whole_within_it():
@@ -270,6 +259,78 @@ def test_gradients_are_whole_within_it():
     mine = tp.full_gradients(split)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(mine[name], parameter.grad, atol=1e-11, rtol=1e-11)
+
+
+EARLIER = (
+    r"computed.* before it was made whole \(tp\.whole_parameters.*call backward before that, or compute the loss again"
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("change", [swap_layers, add_bias, append_layer], ids=lambda change: change.__name__)
+def test_backward_of_a_loss_from_before(change, ranks):
+    """Where the parts lie as they did it is right; elsewhere it says what happened."""
+    reference, split = pair(ranks)
+    losses = [model(IDS).logits.pow(2).mean() for model in (reference, split)]
+    with tp.whole_parameters(split):
+        pass
+    change(reference), change(split)
+    split(IDS)
+    for loss in losses:
+        loss.backward()
+    mine = tp.full_gradients(split)
+    theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert sorted(mine) == sorted(theirs)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(mine[name], gradient, atol=1e-11, rtol=1e-11)
+
+
+def test_backward_of_a_loss_from_before_while_the_model_is_whole():
+    _, split = pair(2)
+    loss = split(IDS).logits.sum()
+    with tp.whole_parameters(split), pytest.raises(tp.TensorParallelError, match=EARLIER):
+        loss.backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in split.parameters())
+    loss.backward()
+
+
+@pytest.mark.parametrize("change", [new_head, cut_layers], ids=lambda change: change.__name__)
+def test_backward_through_parts_that_are_gone(change):
+    _, split = pair(2)
+    loss = split(IDS).logits.sum()
+    with tp.whole_parameters(split):
+        pass
+    change(split)
+    split(IDS)
+    with pytest.raises(tp.TensorParallelError, match="before its modules, parameters or settings were changed"):
+        loss.backward()
+    split(IDS).logits.sum().backward()
+
+
+def test_backward_with_checkpoints_from_before():
+    _, split = pair(2)
+    split.train().activation_checkpointing_enable()
+    loss = split(IDS, use_cache=False).logits.sum()
+    with tp.whole_parameters(split):
+        pass
+    with pytest.raises(tp.TensorParallelError, match=EARLIER):
+        loss.backward()
+    split(IDS, use_cache=False).logits.sum().backward()
+
+
+def test_a_plan_made_without_a_trace_is_logged(caplog):
+    torch.manual_seed(0)
+    reference = noisy(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)).double())
+    inputs = (torch.randn(4, 6, dtype=torch.float64),)
+    split = tp.tensor_parallel(copy.deepcopy(reference), ["cpu"] * 2, example_inputs=inputs)
+    other = torch.randn(4, 8, dtype=torch.float64)
+    for model in (reference, split):
+        model[0] = fresh(lambda: nn.Linear(8, 12))
+    with caplog.at_level(logging.WARNING, logger="tensor_parallel"):
+        torch.testing.assert_close(split(other), reference(other))
+    said = [record.getMessage() for record in caplog.records]
+    assert any("Sequential was changed, and its new plan was made without a trace" in text for text in said)
+    assert any("mat1" in text for text in said)
 
 
 def test_freezing_one_name_freezes_all_parts():

@@ -16,6 +16,7 @@ class TinyTeam:
         self.devices = tuple(devices)
         self.world_size = len(self.devices)
         self.groups = thread_groups(self.devices, deadline=20.0)
+        self.owner = self.groups[0].rendezvous
         self._here = threading.local()
 
     def rank_here(self) -> int | None:

@@ -41,7 +41,7 @@ def test_a_right_split_passes(gpt):
     kinds = {check.what: sum(c.what == check.what for c in found.checks) for check in found.checks}
     parameters = len(list(model.parameters()))
     state = len(model.state_dict())
-    assert kinds == {"output": 1, "gradient": parameters, "state": state, "gradient norm": 1, "step": parameters}
+    assert kinds == {"output": 1, "gradient": parameters, "state": state, "gradient norm": 1, "step": state}
     assert found.where == ""
     assert all(check.tolerance == 1e-9 for check in found.checks)
     name, difference = found.worst
@@ -148,7 +148,7 @@ def test_both_models_are_left_as_they_were(fails):
             tp.verify(split, model, wrong)
     else:
         with torch.no_grad():
-            assert tp.verify(split, model, inputs).passed
+            assert tp.verify(split, model, inputs, steps=2).passed
     assert torch.equal(torch.rand(2), expected)
     for each, old in zip((model, split), before, strict=True):
         new = state_of(each)
@@ -186,6 +186,68 @@ def test_frozen_parameters_and_another_optimiser(gpt):
     assert found.passed, str(found)
 
 
+class Late(nn.Module):
+    """The same outputs and gradients for every `late`, as long as the weight is what it was made with."""
+
+    def __init__(self, late=0.0):
+        super().__init__()
+        self.lin, self.late = nn.Linear(4, 6), late
+        self.register_buffer("start", self.lin.weight.detach().sum())
+
+    def forward(self, x):
+        return self.lin(x) + self.late * (self.lin.weight.sum() - self.start) ** 2
+
+
+def late_pair(late):
+    torch.manual_seed(0)
+    model = Late().double()
+    model.start = model.lin.weight.detach().sum()
+    other = copy.deepcopy(model)
+    other.late = late
+    inputs = {"x": torch.randn(3, 4, dtype=torch.float64)}
+    return model, split_of(other, 1, inputs), inputs
+
+
+def test_more_steps_see_what_one_does_not():
+    model, split, inputs = late_pair(1e3)
+    assert tp.verify(split, model, inputs).passed
+    found = tp.verify(split, model, inputs, steps=2)
+    assert {(c.what, c.name) for c in found.failures} >= {("gradient norm", "step 2"), ("step", "lin.weight")}
+    assert {c.what for c in found.failures} == {"gradient norm", "step"}
+    assert found.where == "no module's output differs: it is in the backward, the saved state or the steps"
+    assert tp.verify(late_pair(0.0)[1], model, inputs, steps=2).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_several_steps_of_a_right_split(dtype):
+    model = noisy(Gpt().eval()).to(dtype)
+    split = split_of(model, 3)
+    cases = [model.inputs(), model.inputs(batch=1, length=3, seed=4)]
+    found = tp.verify(split, model, cases, steps=4)
+    assert found.passed, str(found)
+    assert [c.name for c in found.checks if c.what == "gradient norm"] == [f"step {n}" for n in (1, 2, 3, 4)]
+    assert {c.name for c in found.checks if c.what == "step"} == set(model.state_dict())
+
+
+def test_steps_that_fail_leave_both_models_and_their_graphs(gpt):
+    model, split = gpt
+    losses = [each(**model.inputs()).sum() for each in (model, split)]
+    before = [state_of(each) for each in (model, split)]
+    assert tp.verify(split, model, model.inputs(), steps=2).passed
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        tp.verify(split, model, model.inputs(), step=lambda parameters: Failing(parameters, lr=1.0))
+    for each, old in zip((model, split), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(state_of(each)["values"], old["values"], strict=True))
+    for loss in losses:
+        loss.backward()
+
+
 def test_tokens():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -214,5 +276,10 @@ def test_arguments_that_do_not_go_together(gpt):
         tp.verify(split, model, model.inputs(), generate=3)
     with pytest.raises(ValueError, match="at least 1"):
         tp.verify(split, model, model.inputs(), generate=0)
+    for steps in (0, True, 1.5):
+        with pytest.raises(ValueError, match=f"steps is {steps}; give a number"):
+            tp.verify(split, model, model.inputs(), steps=steps)
+    with pytest.raises(ValueError, match="steps=2, but gradients or step is off"):
+        tp.verify(split, model, model.inputs(), steps=2, gradients=False)
     with pytest.raises(tp.TensorParallelError, match="not split"):
         tp.verify(copy.deepcopy(model), model, model.inputs())

@@ -1,12 +1,13 @@
-"""The report's numbers, on shards made by hand: what is counted, and what is not."""
+"""The report's numbers, of plans and of shards made by hand: what is counted, and what is not."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tensor_parallel.errors import TensorParallelError
+from tensor_parallel.errors import PlanError, TensorParallelError
 from tensor_parallel.layout import DimLayout, Part, Segment, TensorLayout, holders, local_shape
 from tensor_parallel.plan import Factor, Plan, TensorPlan, Traffic, resolve
 from tensor_parallel.verify import report
@@ -47,7 +48,7 @@ def split_by_hand(plan, world_size):
         ]
         tensors[key] = SimpleNamespace(plan=planned, pieces=pieces)
     devices = (torch.device("cpu"),) * world_size
-    return SimpleNamespace(resolved=resolved, devices=devices, tensors=tensors)
+    return SimpleNamespace(resolved=resolved, devices=devices, tensors=tensors, world_size=world_size)
 
 
 PLAN = Plan(
@@ -70,12 +71,16 @@ PLAN = Plan(
 
 @pytest.fixture
 def reported(monkeypatch):
-    """report() of shards made by hand."""
+    """report() of shards made by hand, which says what report() of their plan does."""
     module = sys.modules["tensor_parallel.verify.report"]
 
     def of(plan, world_size):
-        monkeypatch.setattr(module, "shards_of", lambda model: split_by_hand(plan, world_size))
-        return report(torch.nn.Identity())
+        monkeypatch.setattr(module, "up_to_date", lambda model: split_by_hand(plan, world_size))
+        found = report(torch.nn.Identity())
+        planned = report(plan, world_size)
+        assert dataclasses.replace(planned, devices=found.devices) == found
+        assert planned.devices == ("any",) * world_size
+        return found
 
     return of
 
@@ -149,6 +154,27 @@ def test_it_prints_as_a_table(reported):
     ):
         assert part in text
     assert all(len(line) <= 140 for line in text.splitlines())
+
+
+def test_a_plan_is_reported_for_the_number_of_ranks_that_it_was_made_for():
+    found = report(dataclasses.replace(PLAN, world_size=3))
+    assert dataclasses.replace(found, plan=PLAN) == report(PLAN, 3)
+    assert "3 ranks" in str(found)
+    with pytest.raises(PlanError, match="at least 1"):
+        report(PLAN, 0)
+
+
+def test_one_rank_shows_no_cuts():
+    text = str(report(PLAN, 1))
+    assert text.startswith("1 rank: 0.0% of 3.3 kB split")
+    assert "how it is cut" not in text
+
+
+def test_a_number_of_ranks_that_a_model_is_not_split_over(reported):
+    reported(PLAN, 2)
+    assert report(torch.nn.Identity(), 2).devices == ("cpu", "cpu")
+    with pytest.raises(ValueError, match="world_size is 3, but the model is split over 2 ranks"):
+        report(torch.nn.Identity(), 3)
 
 
 def test_an_unsplit_model_is_refused():

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from tensor_parallel.comm.joint import align_backward_order, backward_order
-from tensor_parallel.errors import CollectiveError, DeadlineError, RankError
+from tensor_parallel.errors import CollectiveError, DeadlineError, RankError, TensorParallelError
 
 Joint = Callable[[list[Any]], Sequence[Any]]
 """What the last rank runs: every rank's value, by rank, in; every rank's result out."""
@@ -22,6 +22,26 @@ def describe(op: str, value: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return op
     return f"{op} of a {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor"
+
+
+class Graphs:
+    """The autograd graphs that some ranks made.
+
+    outdated: what was done to the model since, in words, where its parts are no longer what the graphs go through.
+    """
+
+    __slots__ = ("outdated",)
+
+    def __init__(self) -> None:
+        self.outdated = ""
+
+    def check(self) -> None:
+        """Raises TensorParallelError where they are outdated."""
+        if self.outdated:
+            raise TensorParallelError(
+                f"backward of a loss that a split model computed before {self.outdated}: its parts do not lie as they "
+                "did then; call backward before that, or compute the loss again"
+            )
 
 
 class Rendezvous:
@@ -43,6 +63,9 @@ class Rendezvous:
         """While the other ranks wait for rank 0 to be done, or to call them again: how it does so."""
         self.intra_op = (1, 1)
         """Threads of torch's own for a rank: while all work, and for one that works alone."""
+        self.graphs = Graphs()
+        self.on_out_of_memory: Callable[[BaseException], None] | None = None
+        """See Owner."""
         self._alone = False
         self.changed_threads = False
         """Whether a rank changed its number since it was set to False: torch takes it for new threads too."""
@@ -58,6 +81,20 @@ class Rendezvous:
     def is_rank(self) -> bool:
         """Whether a rank runs in the calling thread."""
         return threading.get_ident() in self.threads
+
+    def check_backward(self) -> None:
+        """Raise where a gradient is taken that would be wrong.
+
+        Raises:
+            NotImplementedError: the calling thread runs a rank, and would see its part alone.
+            TensorParallelError: the ranks' parts were joined or cut otherwise since the forward.
+        """
+        if self.is_rank():
+            raise NotImplementedError(
+                "a gradient was taken inside a rank (torch.autograd.grad or backward in the model's own forward) "
+                "through a collective, where it would see one rank's part alone; take it outside the split module"
+            )
+        self.graphs.check()
 
     def work_alone(self, alone: bool) -> None:
         """Give the calling thread all cores, while the other ranks wait for it, or take them back."""
@@ -132,7 +169,8 @@ class Rendezvous:
     def child(self, ranks: Sequence[int]) -> Self:
         """A meeting place for some of the ranks that is aborted and reset with this one."""
         made = type(self)([self.devices[rank] for rank in ranks], self.deadline)
-        made.threads = self.threads
+        made.threads, made.graphs = self.threads, self.graphs
+        made.on_out_of_memory = self.on_out_of_memory
         self._children.add(made)
         return made
 

@@ -58,13 +58,13 @@ class _Meeting(Rendezvous):
             raise CollectiveError(f"all_reduce of different tensors: {_each(parts)}; all must have one shape and dtype")
         present = [part for part in parts if part is not None]
         if len(present) == 1 or first.nbytes < _LARGE or len(set(self.devices)) > 1:
-            return sum_to_ranks(parts, self.devices, self._everyone, self.is_rank)
-        sums = sum_to_ranks(parts, self.devices, self._everyone, self.is_rank, filled=False)
+            return sum_to_ranks(parts, self.devices, self._everyone, self)
+        sums = sum_to_ranks(parts, self.devices, self._everyone, self, filled=False)
         return [_Unfilled(total, present) for total in sums if total is not None]
 
     def join(self, values: list[tuple[torch.Tensor, Placement, Cuts]]) -> Sequence[torch.Tensor]:
         plan, parts = self._parts(values)
-        return gather_to_ranks(parts, plan, self._everyone, self.is_rank)  # type: ignore[return-value]
+        return gather_to_ranks(parts, plan, self._everyone, self)  # type: ignore[return-value]
 
     def _parts(
         self, values: list[tuple[torch.Tensor, Placement, Cuts]]
@@ -95,14 +95,14 @@ class _Meeting(Rendezvous):
         nbytes = prod(plan.shape) * values[0][0].element_size()
         in_parts = nbytes >= _LARGE and len(set(self.devices)) == 1
         first = [True] + [False] * (self.size - 1)
-        whole = gather_to_ranks(parts, plan, first, self.is_rank, filled=not in_parts)[0]
+        whole = gather_to_ranks(parts, plan, first, self, filled=not in_parts)[0]
         return [(whole, plan if in_parts else None)] * self.size
 
     def assemble(self, values: list[tuple[torch.Tensor, Sequence[int]]]) -> Sequence[Any]:
         shape = values[0][1]
         if any(tuple(other) != tuple(shape) for _, other in values):
             raise CollectiveError(f"assembly of different tensors: {[tuple(s) for _, s in values]}")
-        return assemble_to_ranks([tensor for tensor, _ in values], shape, self.devices, self.is_rank)
+        return assemble_to_ranks([tensor for tensor, _ in values], shape, self.devices, self)
 
     def share(self, values: list[tuple[torch.Tensor, Holders | None]]) -> Sequence[torch.Tensor]:
         tensors = [tensor for tensor, _ in values]
@@ -114,13 +114,13 @@ class _Meeting(Rendezvous):
                     f"broadcast of different tensors: {_each(tensors)}; all must have the same values"
                 )
             if len(held) > 1:
-                for rank, tensor in zip(ranks, share_from_first(held), strict=True):
+                for rank, tensor in zip(ranks, share_from_first(held, ranks[0], self), strict=True):
                     found[rank] = tensor
         return found
 
     def hand_out(self, values: list[Sequence[torch.Tensor]]) -> Sequence[list[torch.Tensor]]:
         given, ranks = values[0], range(self.size)
-        copies = copy_to_ranks(given, [ranks] * len(given), self.devices, apart=True)
+        copies = copy_to_ranks(given, [ranks] * len(given), self.devices, apart=True, owner=self)
         return [list(given), *([copy[rank] for copy in copies] for rank in ranks[1:])]
 
     def choose(self, values: list[tuple[Any, int]]) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from tensor_parallel.plan.plan import (
     TensorPlan,
     Traffic,
 )
-from tensor_parallel.plan.resolve import ResolvedPlan, resolve
+from tensor_parallel.plan.resolve import ResolvedPlan, bytes_by_rank, resolve
 
 __all__ = [
     "Boundary",
@@ -31,6 +31,7 @@ __all__ = [
     "ResolvedPlan",
     "TensorPlan",
     "Traffic",
+    "bytes_by_rank",
     "check_plan",
     "resolve",
 ]

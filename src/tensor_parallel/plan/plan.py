@@ -234,7 +234,8 @@ class Plan:
         return serialize.from_json(text)
 
     def explain(self, name: str, world_size: int | None = None) -> str:
-        """What this plan does with one module or tensor, one sentence a line.
+        """What this plan does with one module or tensor over `world_size` ranks (default: those that it was made for),
+        one sentence a line: cuts, each rank's units and bytes, collectives, and why something is whole.
 
         Raises:
             PlanError: the plan knows no such name.

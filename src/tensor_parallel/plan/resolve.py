@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import Cuts, Ranges, spread
-from tensor_parallel.plan.plan import Factor, Plan
+from tensor_parallel.layout import Cuts, Ranges, holds_nothing, local_shape, spread
+from tensor_parallel.plan.plan import Factor, Plan, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,21 @@ class ResolvedPlan:
     plan: Plan
     world_size: int
     cuts: Cuts
+
+
+def bytes_by_rank(resolved: ResolvedPlan, tensors: Iterable[TensorPlan]) -> list[int]:
+    """Bytes of these tensors that each rank holds, by rank; what several ranks hold counts at each of them. Of a tensor
+    whose parts a function of a rule by hand makes, each rank is taken to hold an even share."""
+    world_size, cuts = resolved.world_size, resolved.cuts
+    held = [0] * world_size
+    for tensor in tensors:
+        elements = prod(tensor.layout.shape)
+        for rank in range(world_size):
+            if tensor.action is not None:
+                held[rank] += -(-tensor.nbytes // world_size)
+            elif elements and not (rank and tensor.rank0_only) and not holds_nothing(tensor.layout.factors, cuts, rank):
+                held[rank] += tensor.nbytes * prod(local_shape(tensor.layout, cuts, rank)) // elements
+    return held
 
 
 def _busiest(first: Ranges, second: Ranges) -> int:

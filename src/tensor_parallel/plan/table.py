@@ -14,7 +14,7 @@ from rich.table import Table
 from tensor_parallel.errors import PlanError
 from tensor_parallel.layout import RUNTIME, DimLayout, Placement, Ranges, Segment, TensorLayout
 from tensor_parallel.plan.plan import Boundary, CallSite, Factor, ModulePlan, Plan, TensorPlan
-from tensor_parallel.plan.resolve import resolve
+from tensor_parallel.plan.resolve import ResolvedPlan, bytes_by_rank, resolve
 
 PRINT_WIDTH = 140
 
@@ -195,6 +195,12 @@ def _share_text(factor: Factor, ranges: Ranges) -> str:
     return f"Over {counted(len(ranges), 'rank')}, units of {factor.name} by rank: {'; '.join(shares)}."
 
 
+def _bytes_text(tensors: Sequence[TensorPlan], resolved: ResolvedPlan) -> str:
+    held, whole = bytes_by_rank(resolved, tensors), sum(tensor.nbytes for tensor in tensors)
+    ranks = counted(resolved.world_size, "rank")
+    return f"Over {ranks}, bytes by rank: {'; '.join(map(bytes_text, held))}; whole: {bytes_text(whole)}."
+
+
 def _tensor_sentences(key: str, name: str, plan: Plan) -> list[str]:
     tensor = plan.tensors[key]
     shape = " x ".join(map(str, tensor.layout.shape)) or "a scalar"
@@ -257,7 +263,8 @@ def _full_name(plan: Plan, name: str, tensors: Iterable[str]) -> str:
 
 def explain(plan: Plan, name: str, world_size: int | None = None) -> str:
     """What the plan does with one module (its inner modules included) or one tensor, one sentence a line: how each
-    tensor is cut, what is reduced or gathered at the borders, which integers become local, and why something is whole.
+    tensor is cut, the units and bytes of each rank, what is reduced or gathered at the borders, which integers become
+    local, and why something is whole.
 
     Args:
         name: dotted name of a module or tensor, "" for the model; its end is enough where that is unique.
@@ -273,15 +280,18 @@ def explain(plan: Plan, name: str, world_size: int | None = None) -> str:
     found = [n for n in by_name if n == name or n.startswith(inside)]
     modules = [n for n in plan.modules if n == name or n.startswith(inside)]
     sentences = [s for n in found for s in _tensor_sentences(by_name[n], n, plan)]
-    cuts = resolve(plan, world_size).cuts
+    resolved = resolve(plan, world_size)
+    cuts = resolved.cuts
     factors = dict.fromkeys(f for n in found for f in plan.tensors[by_name[n]].layout.factors)
     sentences += [_share_text(plan.factors[f], cuts[f]) for f in factors]
+    if found:
+        sentences.append(_bytes_text([plan.tensors[key] for key in dict.fromkeys(by_name[n] for n in found)], resolved))
     for n in modules:
         sentences += _module_sentences(n, plan.modules[n], plan)
     for traffic in plan.traffic:
         if traffic.module == name or traffic.module.startswith(inside):
             sentences.append(
-                f"{traffic.module or 'The model'}: {traffic.calls} {traffic.op.replace('_', '-')} of "
+                f"{traffic.module or 'The model'}: {counted(traffic.calls, traffic.op.replace('_', '-'))} of "
                 f"{bytes_text(traffic.nbytes)} in one forward."
             )
     return "\n".join(sentences)

@@ -7,6 +7,7 @@ the ranks would all compute the same there. Ties are broken by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,6 +19,9 @@ from tensor_parallel.planner.island import Conversion, Island
 from tensor_parallel.planner.records import Value
 from tensor_parallel.planner.simulate import Fails, Simulation
 from tensor_parallel.planner.sizes import Sizes, Solver, Unsolved
+
+_WINS = "candidate %s of %d units is cut: it saves %.0f bytes a device and costs as much as %.0f"
+_LOSES = "candidate %s of %d units loses: it saves %.0f bytes a device and costs as much as %.0f; %s"
 
 
 @dataclass(frozen=True)
@@ -125,16 +129,19 @@ def choose(
 ) -> None:
     """Add to the choice the candidates with the largest gain that do not clash, taken greedily."""
     found: list[Candidate] = []
+    log = logging.getLogger(__name__)
     for node in candidates(graph):
         try:
             island, saved, cost = _simulate(graph, (node,), world_size, exchange)
         except Fails as error:
             choice.reasons[node] = str(error)
+            log.debug("candidate %s of %d units cannot be cut: %s", leaf_name(graph, node), node.size, error)
             continue
         candidate = Candidate(leaf_name(graph, node), node, island, saved, cost, graph)
         if candidate.gain <= 0:
             worth = f"it saves {saved:.0f} bytes a device and costs as much as {cost:.0f}"
             choice.reasons[node] = f"cutting it is not worth its collectives: {worth}"
+            log.debug(_LOSES, candidate.name, node.size, saved, cost, "not worth its collectives")
         else:
             found.append(candidate)
     found.sort(key=lambda c: (c.island.computes_whole(), -c.gain, c.name))
@@ -149,7 +156,16 @@ def choose(
             candidate.solver = solver
         except (Fails, Unsolved) as error:
             choice.reasons[candidate.leaf] = str(error)
+            log.debug(
+                _LOSES,
+                candidate.name,
+                candidate.leaf.size,
+                candidate.saved,
+                candidate.cost,
+                choice.reasons[candidate.leaf],
+            )
             continue
+        log.debug(_WINS, candidate.name, candidate.leaf.size, candidate.saved, candidate.cost)
         _add_partner(candidate, solver, choice.taken)
         choice.taken.add(candidate)
         choice.chosen.append(candidate)

@@ -381,15 +381,20 @@ def _described(examples: Sequence[Any]) -> str:
         if isinstance(item, torch.Tensor):
             return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
         if isinstance(item, Mapping):
-            return "{" + ", ".join(f"{k}: {described(v)}" for k, v in item.items()) + "}"
+            return "{" + _some([f"{k}: {described(v)}" for k, v in item.items()]) + "}"
         if isinstance(item, (tuple, list)):
-            return "(" + ", ".join(described(v) for v in item) + ")"
+            return "(" + _some([described(v) for v in item]) + ")"
         if hasattr(item, "__array__"):
             facts = f"{getattr(item, 'dtype', '?')}{list(getattr(item, 'shape', []))}"
             return f"{type(item).__name__} of {facts} (no tensor: torch.from_numpy makes it one)"
         return textwrap.shorten(repr(item), 80)
 
     return "; ".join(described(e) for e in examples)
+
+
+def _some(texts: Sequence[str], most: int = 8) -> str:
+    more = [f"... {len(texts)} items"] if len(texts) > most else []
+    return ", ".join([*texts[:most], *more])
 
 
 def _trace(

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from tensor_parallel.comm.draws import Layouts
+from tensor_parallel.comm.failures import Owner, note_rank
 from tensor_parallel.comm.joint import align_backward_order, backward_order
-from tensor_parallel.comm.rendezvous import Rendezvous
+from tensor_parallel.comm.rendezvous import Graphs, Rendezvous
 from tensor_parallel.comm.threads import ThreadGroup, thread_groups
 from tensor_parallel.runtime.caller_state import CallerState, forget_casts
 from tensor_parallel.runtime.joint_random import JointRandom
@@ -123,6 +124,16 @@ class ThreadTeam:
     @property
     def world_size(self) -> int:
         return len(self.devices)
+
+    @property
+    def graphs(self) -> Graphs:
+        """What autograd made of its runs."""
+        return self._meeting.graphs
+
+    @property
+    def owner(self) -> Owner:
+        """What joint nodes made outside of the ranks' threads belong to."""
+        return self._meeting
 
     def rank_here(self) -> int | None:
         """The rank that runs in the calling thread; None in any other thread."""
@@ -251,9 +262,7 @@ class ThreadTeam:
             if error is None:
                 raise RuntimeError("a rank failed and left no error")
             if rank is not None:
-                note = f"raised on rank {rank} ({self.devices[rank]})"
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
+                note_rank(error, rank, self.devices[rank])
             raise error
         finally:
             del error  # the traceback holds this frame

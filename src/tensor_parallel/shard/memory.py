@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import nn
 
+from tensor_parallel.comm.failures import is_out_of_memory
 from tensor_parallel.plan.table import bytes_text
 from tensor_parallel.shard.shards import ModelShards
 
@@ -21,43 +26,79 @@ def bytes_held(shards: ModelShards) -> list[int]:
     return held
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator refused: of a GPU, or of the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def explain_out_of_memory(
-    error: BaseException, shards: ModelShards, model: nn.Module, *, splitting: bool = False
-) -> None:
-    """Say in a note on the error what each device held, rank by rank, and what helps this model. The rank that failed
-    has a note of its own, where it was one."""
-    if getattr(error, "_tp_explained", False):
-        return
-    gradients = [0] * len(shards.devices)
+def gradients_held(shards: ModelShards) -> list[int]:
+    """Bytes of the gradients that lie on each rank, by rank: the first one of those that share a leaf has them all."""
+    held = [0] * len(shards.devices)
     for tensor in shards.tensors.values():
         for piece in tensor.pieces:
-            gradients[piece.ranks[0]] += 0 if piece.tensor.grad is None else piece.tensor.grad.nbytes
-    lines = [f"out of memory while the model was {'being split' if splitting else 'split'} as follows:"]
-    for rank, (device, held) in enumerate(zip(shards.devices, bytes_held(shards), strict=True)):
-        line = f"  rank {rank} on {device}: parameters {bytes_text(held)}, gradients {bytes_text(gradients[rank])}"
+            held[piece.ranks[0]] += 0 if piece.tensor.grad is None else piece.tensor.grad.nbytes
+    return held
+
+
+def buffers_held(root: nn.Module, shards: ModelShards) -> list[int]:
+    """Bytes of each rank's own buffers, by rank; of a tree that is not there yet 0."""
+    trees = [root, *shards.hidden]
+    held = [sum(buffer.nbytes for buffer in tree.buffers()) for tree in trees]
+    return held + [0] * (len(shards.devices) - len(held))
+
+
+When = Literal["in a forward", "in a backward", "while the model was being split"]
+
+
+def explain_if_out_of_memory(
+    error: BaseException, shards: ModelShards, when: When, root: nn.Module | None = None
+) -> None:
+    """Say in a note on an out-of-memory error what each rank held, and what helps this model; once. Which rank failed
+    says a note of its own.
+
+    root: rank 0's tree, where `shards` does not know it yet.
+    """
+    if not is_out_of_memory(error) or getattr(error, "_tp_explained", False):
+        return
+    known = shards.visible.get("")
+    root = known() if root is None and known is not None else root
+    lines = [f"out of memory {when}; the ranks held:"]
+    buffers = [0] * len(shards.devices) if root is None else buffers_held(root, shards)
+    kinds = zip(bytes_held(shards), gradients_held(shards), buffers, strict=True)
+    for rank, (device, held) in enumerate(zip(shards.devices, kinds, strict=True)):
+        parameters, gradients, own = map(bytes_text, held)
+        line = f"  rank {rank} on {device}: parameters {parameters}, gradients {gradients}, buffers {own}"
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             line += f", {bytes_text(torch.cuda.memory_allocated(device))} of {bytes_text(total)} allocated by torch"
         lines.append(line)
-    error.add_note("\n".join([*lines, _cure(model, splitting)]))
+    error.add_note("\n".join([*lines, _cure(root, when)]))
     error._tp_explained = True  # type: ignore[attr-defined]
 
 
-def _cure(model: nn.Module, splitting: bool) -> str:
+def explaining_backward(shards: ModelShards) -> Callable[[BaseException], None]:
+    """What a joint node's backward explains its out-of-memory by; does not keep the model alive."""
+    found = weakref.ref(shards)
+
+    def explain(error: BaseException) -> None:
+        alive = found()
+        if alive is not None:
+            explain_if_out_of_memory(error, alive, "in a backward")
+
+    return explain
+
+
+def _cure(root: nn.Module | None, when: When) -> str:
     cures = ["more devices", "a smaller dtype (model.to(torch.bfloat16))"]
-    if splitting:
+    if when == "while the model was being split":
         cures += ["a model that lies on the CPU before it is split", "devices that nothing else uses"]
     else:
         cures.append("shorter or fewer rows in a batch")
-        own = hasattr(model, "activation_checkpointing_enable")
-        how = "model.activation_checkpointing_enable()" if own else "torch.utils.checkpoint around its layers"
-        cures.append(f"in training activation checkpointing ({how})")
+        cures.append(f"in training activation checkpointing ({_checkpointing(root)})")
+    if when == "in a forward":
         cures.append("where no gradients are needed, torch.inference_mode()")
     return "what helps: " + ", ".join(cures)
+
+
+def _checkpointing(root: nn.Module | None) -> str:
+    """How this very model is checkpointed."""
+    if getattr(root, "supports_gradient_checkpointing", False):
+        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+            if hasattr(root, name):
+                return f"model.{name}()"
+    return "torch.utils.checkpoint around its layers"

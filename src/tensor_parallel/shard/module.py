@@ -63,13 +63,15 @@ class SplitModule(Swapped):
         if name == "training":
             slot.shards.training = None
         for peer in slot.peers():
-            if name in peer._parameters:  # a deleted parameter's name: the model is split again at the next run
-                continue
+            if name in peer._parameters or name in peer._modules or name in peer._buffers:
+                continue  # the name of something deleted: the model is split again at the next run
             if isinstance(value, torch.Tensor):
                 device = slot.shards.devices[peer.__dict__["_tp_slot"].rank]
                 setattr(peer, name, value if value.requires_grad else value.to(device, copy=True))
             elif not callable(value) or isinstance(value, type) or _is_free_function(value):
                 setattr(peer, name, value)
+            elif name != "forward":  # it may belong to modules or tensors of rank 0; patched forwards are user code
+                slot.shards.unmirrored = True
 
     def __delattr__(self, name: str) -> None:
         slot = self.__dict__.get("_tp_slot")

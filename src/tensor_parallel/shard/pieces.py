@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tensor_parallel.comm.failures import note_allocation
 from tensor_parallel.errors import PlanError
-from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, regions
+from tensor_parallel.layout import Cuts, TensorLayout, holders, holds_nothing, join, local_shape, regions, runs
 from tensor_parallel.plan import ResolvedPlan, TensorPlan
 
 MARK = "@"
@@ -80,6 +81,16 @@ class SplitTensor:
                 else:
                     piece.tensor.copy_(whole)
 
+    def lies_as(self, other: SplitTensor) -> bool:
+        """Whether the pieces are the same leaves, each of them the same part of the whole; factors may have other
+        names."""
+        if [(p.ranks, id(p.tensor)) for p in self.pieces] != [(p.ranks, id(p.tensor)) for p in other.pieces]:
+            return False
+        mine, theirs = (
+            [[runs(dim, t.cuts, p.ranks[0]) for dim in t.plan.layout.dims] for p in t.pieces] for t in (self, other)
+        )
+        return mine == theirs and self.plan.action == other.plan.action
+
     def part(self, whole: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
         """`rank`'s part of a whole tensor (its stand-in, where it holds nothing), a tensor of its own on `device`."""
         return cut(whole, self.plan, self.cuts, rank, device)
@@ -114,13 +125,26 @@ def pick(local: torch.Tensor, whole: torch.Tensor, layout: TensorLayout, cuts: C
 
 def cut(whole: torch.Tensor, plan: TensorPlan, cuts: Cuts, rank: int, device: torch.device) -> torch.Tensor:
     """`rank`'s part of `whole` (its stand-in, where it holds nothing) as a tensor of its own on `device`."""
-    with torch.no_grad():
-        if plan.action is not None:
-            return plan.action(whole.detach(), rank).detach().to(device, copy=True).contiguous()
-        home = whole.device if whole.is_meta else device
-        local = torch.empty(local_shape(plan.layout, cuts, rank), dtype=whole.dtype, device=home)
-        pick(local, whole.detach(), plan.layout, cuts, rank)
+    home = whole.device if whole.is_meta else device
+    try:
+        with torch.no_grad():
+            if plan.action is not None:
+                return plan.action(whole.detach(), rank).detach().to(device, copy=True).contiguous()
+            local = torch.empty(local_shape(plan.layout, cuts, rank), dtype=whole.dtype, device=home)
+            pick(local, whole.detach(), plan.layout, cuts, rank)
+    except Exception as error:
+        note_allocation(error, rank, home)
+        raise
     return local
+
+
+def moved(tensor: torch.Tensor, rank: int, device: torch.device, *, copy: bool = False) -> torch.Tensor:
+    """`tensor` on `rank`'s device."""
+    try:
+        return tensor.to(device, copy=copy)
+    except Exception as error:
+        note_allocation(error, rank, device)
+        raise
 
 
 def part_of(whole: torch.Tensor, plan: TensorPlan, cuts: Cuts, rank: int) -> torch.Tensor:
@@ -178,15 +202,15 @@ def cut_parameter(
     world_size, cuts = resolved.world_size, resolved.cuts
     if not plan.is_cut:
         if not parameter.is_meta:
-            parameter.data = parameter.data.to(devices[0])
+            parameter.data = moved(parameter.data, 0, devices[0])
         if parameter.grad is not None and parameter.grad.device != devices[0]:
-            parameter.grad = parameter.grad.to(devices[0])
+            parameter.grad = moved(parameter.grad, 0, devices[0])
         leaf = _leaf_of(parameter)
         if not plan.rank0_only:
             split = SplitTensor(plan, [Piece(tuple(range(world_size)), leaf)], cuts, world_size)
             return split, [leaf] * world_size
         # An empty one's zeros need no loading.
-        zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for device in devices[1:]]
+        zeros = [_zeros_like(leaf, rank, devices[rank]) for rank in range(1, world_size)]
         if leaf.is_meta:
             zeros = [nn.Parameter(tensor, requires_grad=False) for tensor in zeros]  # loaders want parameters
         return SplitTensor(plan, [Piece((0,), leaf)], cuts, world_size), [leaf, *zeros]
@@ -238,6 +262,14 @@ def own_part(
     return leaf
 
 
+def _zeros_like(leaf: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    except Exception as error:
+        note_allocation(error, rank, device)
+        raise
+
+
 def _leaf_for(known: nn.Parameter | None, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     if known is None:
         return nn.Parameter(data, requires_grad=requires_grad)
@@ -265,5 +297,5 @@ def cut_buffer(
 ) -> torch.Tensor:
     """`rank`'s own copy of a buffer, or of its part of it, on `device`."""
     if plan is None or not plan.is_cut:
-        return buffer.detach() if buffer.is_meta else buffer.detach().to(device, copy=True)
+        return buffer.detach() if buffer.is_meta else moved(buffer.detach(), rank, device, copy=True)
     return cut(buffer, plan, resolved.cuts, rank, device)

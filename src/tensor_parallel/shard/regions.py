@@ -20,7 +20,8 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointError
 
 from tensor_parallel.checkpoint_entry import handled_by
-from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
+from tensor_parallel.errors import TensorParallelError
+from tensor_parallel.shard.memory import explain_if_out_of_memory
 from tensor_parallel.shard.shards import ModelShards
 from tensor_parallel.shard.transforms import refuse_transforms
 
@@ -144,6 +145,12 @@ class Region:
     def _recompute(self) -> None:
         refuse_transforms("", recomputing=True)
         shards = self._shards
+        if shards.retired:
+            raise TensorParallelError(
+                "backward of a loss that a split model computed, with checkpoints, before it was made whole "
+                "(tp.whole_parameters, apply, resize_token_embeddings) or changed: the ranks that would recompute them "
+                "have ended; call backward before that, or compute the loss again"
+            )
         arguments = [self._parts[rank].arguments() for rank in range(shards.world_size)]
         with torch.enable_grad(), ExitStack() as stack:
             copies: Any = None
@@ -164,8 +171,7 @@ class Region:
             try:
                 found = shards.team.run(work, joint_random=shards.run.draw_layout)
             except Exception as error:
-                if is_out_of_memory(error):
-                    explain_out_of_memory(error, shards, shards.module(0, ""))
+                explain_if_out_of_memory(error, shards, "in a backward")
                 raise
         for rank, tensors in enumerate(found):
             self._parts[rank].found = tensors

@@ -14,7 +14,7 @@ from tensor_parallel.shard.assembly import saving_references
 from tensor_parallel.shard.borders import cross
 from tensor_parallel.shard.hooks import BY_HAND, check_replicas, note_outputs, run_own_hooks, watch
 from tensor_parallel.shard.loading import finish_loading
-from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
+from tensor_parallel.shard.memory import explain_if_out_of_memory
 from tensor_parallel.shard.regions import handled, random_states
 from tensor_parallel.shard.shards import ModelShards, Slot
 from tensor_parallel.shard.tail import Done, follow_plain_attributes
@@ -77,8 +77,7 @@ def _run_prepared(shards: ModelShards, name: str, inputs: list[Any], spare: bool
     try:
         return _run_with_tail(shards, work) if ends_alone else _run(shards, name, work)
     except Exception as error:
-        if is_out_of_memory(error):
-            explain_out_of_memory(error, shards, shards.module(0, ""))
+        explain_if_out_of_memory(error, shards, "in a forward")
         raise
     finally:
         shards.note_buffers()
@@ -168,7 +167,8 @@ def spread_inputs(value: Any, shards: ModelShards) -> list[Any]:
     ranks = range(shards.world_size)
     if differentiable:
         first = [tensor.to(shards.devices[0]) for tensor in differentiable.values()]
-        copies = copy_to_ranks(first, [ranks] * len(first), shards.devices, apart=True)
+        wanted = [ranks] * len(first)
+        copies = copy_to_ranks(first, wanted, shards.devices, apart=True, owner=shards.team.owner)
         for marker, tensor, made in zip(differentiable, first, copies, strict=True):
             own[marker] = [tensor, *(made[rank] for rank in ranks[1:])]
     return [_exchanged(value, {marker: by_rank[rank] for marker, by_rank in own.items()}) for rank in ranks]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tensor_parallel.comm.joint import copy_to_ranks
+from tensor_parallel.comm.rendezvous import Graphs
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.plan import Draw, ResolvedPlan
 from tensor_parallel.shard.one_run import Run
@@ -101,6 +102,8 @@ class ModelShards:
     before: how it was split.  pending: how the model is to be split again at the next call.
     by_hand: there are rules by hand.  proven: the modules whose outputs were seen to be the same on all ranks.
     seen_drawing: by module, whether its first call from outside, not in training, made random calls.
+    unmirrored: a callable was set that other ranks need a copy of: the model is split again at the next run.
+    earlier: graphs of earlier splits that these parts serve as well.
     lock: runs take turns.
     """
 
@@ -126,6 +129,8 @@ class ModelShards:
     under_way: Run | None = None
     routes: Routes = field(init=False)
     retired: bool = False
+    unmirrored: bool = False
+    earlier: list[Graphs] = field(default_factory=list)
     assigned: set[int] = field(default_factory=set)
     by_hand: bool = False
     proven: set[str] = field(default_factory=set)
@@ -196,7 +201,7 @@ class ModelShards:
         if not wanted:
             return copies
         chosen = [self.shared[i] for i in wanted]
-        made = copy_to_ranks([s.leaf for s in chosen], [s.ranks for s in chosen], self.devices)
+        made = copy_to_ranks([s.leaf for s in chosen], [s.ranks for s in chosen], self.devices, owner=self.team.owner)
         for index, by_rank_copy in zip(wanted, made, strict=True):
             copies[index] = by_rank_copy
         return copies

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from tensor_parallel.comm.draws import Layouts
+from tensor_parallel.comm.failures import Owner
 from tensor_parallel.comm.group import Group
+from tensor_parallel.comm.rendezvous import Graphs
 
 
 class Team(Protocol):
@@ -22,6 +24,16 @@ class Team(Protocol):
 
     @property
     def groups(self) -> Sequence[Group]: ...
+
+    @property
+    def graphs(self) -> Graphs:
+        """What autograd made of its runs."""
+        ...
+
+    @property
+    def owner(self) -> Owner:
+        """What joint nodes made outside of the ranks' threads belong to."""
+        ...
 
     def run(self, work: Callable[[int], Any], *, joint_random: bool | Layouts = False) -> list[Any]:
         """`work(rank)` on every rank at once; the results by rank. joint_random: ranks draw random numbers together."""

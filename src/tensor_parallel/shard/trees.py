@@ -22,9 +22,9 @@ from tensor_parallel.shard.hand_rules import ruled_forward
 from tensor_parallel.shard.hooks import spare_modules
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.loading import empty_tensors
-from tensor_parallel.shard.memory import explain_out_of_memory, is_out_of_memory
+from tensor_parallel.shard.memory import explain_if_out_of_memory, explaining_backward
 from tensor_parallel.shard.module import SplitModule
-from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter
+from tensor_parallel.shard.pieces import MARK, Piece, SplitTensor, check_tensor, cut_buffer, cut_parameter, moved
 from tensor_parallel.shard.routes import Routes
 from tensor_parallel.shard.run import run_on_all
 from tensor_parallel.shard.shards import (
@@ -120,25 +120,32 @@ def split_module(
         SplitError: cutting failed; the module is used up and its parameters are freed.
     """
     plans = check_splittable(module, resolved)
-    hidden = [_hidden_tree(module, plans, resolved, rank, devices[rank]) for rank in range(1, len(devices))]
     device = devices[0] if output_device is None else output_device
-    shards = ModelShards(resolved, tuple(devices), make_team(), device, hidden=hidden)
-    shards.peers = [{}, *(dict(tree.named_modules()) for tree in hidden)]
+    shards = ModelShards(resolved, tuple(devices), make_team(), device)
     team = shards.team
+    team.owner.on_out_of_memory = explaining_backward(shards)
+    try:
+        for rank in range(1, len(devices)):
+            shards.hidden.append(_hidden_tree(module, plans, resolved, rank, devices[rank]))
+    except Exception as error:  # nothing was changed yet
+        explain_if_out_of_memory(error, shards, "while the model was being split", module)
+        team.close()
+        raise
+    shards.peers = [{}, *(dict(tree.named_modules()) for tree in shards.hidden)]
     try:
         return _apply_plan(module, plans, shards, mixins, leaves or {})
     except Exception as error:
-        if is_out_of_memory(error):
-            explain_out_of_memory(error, shards, module, splitting=True)
-        del hidden, shards
+        explain_if_out_of_memory(error, shards, "while the model was being split", module)
+        del shards
         for parameter in module.parameters():
             parameter.data, parameter.grad = torch.empty(0), None
         team.close()
         # The error's frames hold the pieces that were cut; whoever keeps the error must not keep those.
         traceback.clear_frames(error.__traceback__)
+        where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()) if "\n" not in note)
         raise SplitError(
-            f"splitting {type(module).__name__} failed: {error}; the module is used up (its parameters are empty now) "
-            "and the devices are free again: build or load the model anew"
+            f"splitting {type(module).__name__} failed: {error}{where}; the module is used up (its parameters are "
+            "empty now) and the devices are free again: build or load the model anew"
         ) from error
 
 
@@ -239,7 +246,7 @@ def _cut_buffers(module: nn.Module, plans: Mapping[int, TensorPlan], shards: Mod
 
 def _own_buffer(buffer: torch.Tensor, plan: TensorPlan | None, shards: ModelShards) -> torch.Tensor:
     if plan is None or not plan.is_cut:
-        return buffer if buffer.is_meta else buffer.to(shards.devices[0])
+        return buffer if buffer.is_meta else moved(buffer, 0, shards.devices[0])
     return cut_buffer(buffer, plan, shards.resolved, 0, shards.devices[0])
 
 

@@ -13,10 +13,12 @@ from torch import nn
 from tensor_parallel.errors import TensorParallelError
 from tensor_parallel.shard.joined import base_class
 from tensor_parallel.shard.loading import adopt_loaded
-from tensor_parallel.shard.pieces import MARK
+from tensor_parallel.shard.pieces import MARK, SplitTensor
 from tensor_parallel.shard.shards import Leaves, ModelShards, shards_of, slot_of, survey_of
 
 _T = TypeVar("_T")
+_CHANGED = "its modules, parameters or settings were changed"
+_WHOLE = "it was made whole (tp.whole_parameters, apply, resize_token_embeddings)"
 
 
 def kinds_of(root: nn.Module) -> dict[str, Any]:
@@ -32,10 +34,10 @@ def kinds_of(root: nn.Module) -> dict[str, Any]:
 
 
 def _is_stale(shards: ModelShards) -> bool:
-    """Whether modules, parameters or cut buffers were assigned, moved or deleted since the split: the visible tree is
-    the truth. Where the model is gone, what is left of it runs on as it was."""
+    """Whether modules, parameters, cut buffers or callables that belong to them were assigned, moved or deleted since
+    the split: the visible tree is the truth. Where the model is gone, what is left of it runs on as it was."""
     survey = survey_of(shards)
-    return survey is not None and (survey.is_stale() or shards.buffers_exchanged())
+    return survey is not None and (shards.unmirrored or survey.is_stale() or shards.buffers_exchanged())
 
 
 def _refuse_exchanged(shards: ModelShards) -> None:
@@ -57,11 +59,16 @@ def joining_device(devices: Sequence[torch.device]) -> torch.device | None:
     return torch.device("cpu") if len(set(devices)) > 1 else None
 
 
-def join_in_place(shards: ModelShards) -> Leaves:
+def join_in_place(shards: ModelShards, why: str) -> Leaves:
     """Give every visible module its own class and whole parameters and buffers back, each parameter the same object as
     before, on the CPU where the parts lie on several devices; the ranks end. Returns the other ranks' leaves, to be
-    used again."""
+    used again.
+
+    why: what is being done, in words for who calls backward meanwhile.
+    """
     leaves: Leaves = {}
+    for graphs in (shards.team.graphs, *shards.earlier):
+        graphs.outdated = why
     home = joining_device(shards.devices)
     modules = [module for reference in shards.visible.values() if (module := reference()) is not None]
     with torch.no_grad():
@@ -105,6 +112,24 @@ def _make_ordinary(
         module.__dict__["_flat_weights"] = [module._parameters.get(n) for n in module._flat_weights_names]
 
 
+def _keep_graphs(shards: ModelShards, root: nn.Module) -> None:
+    """After `root` was split again: what was made before may be gone through where all parts lie as they did."""
+    now = shards_of(root)
+    if all(_lies_as_before(split, now) for split in shards.tensors.values() if not split.plan.is_buffer):
+        now.earlier = [shards.team.graphs, *shards.earlier]
+        for graphs in now.earlier:
+            graphs.outdated = ""
+
+
+def _lies_as_before(split: SplitTensor, now: ModelShards) -> bool:
+    if not split.is_cut and joining_device(now.devices) is None:  # it was left alone
+        return True
+    key = now.key_of.get(id(split.pieces[0].tensor))
+    if key is None:
+        return False
+    return now.tensors[key].lies_as(split)
+
+
 def follow_changes(shards: ModelShards) -> bool:
     """Under the model's lock: whether `shards` is what the model is. If not, it is after this: what was changed is
     followed by joining the model and splitting it again, by the same plan where it still fits.
@@ -126,7 +151,8 @@ def follow_changes(shards: ModelShards) -> bool:
     _refuse_exchanged(shards)
     again = shards.again
     with _own_forwards(root):
-        _in_fresh_thread(lambda: again(root, join_in_place(shards), differences, shards.pending))
+        _in_fresh_thread(lambda: again(root, join_in_place(shards, _CHANGED), differences, shards.pending))
+    _keep_graphs(shards, root)
     return False
 
 
@@ -198,10 +224,11 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     with shards.lock:
         again, routes = shards.again, shards.routes
         differences, before = routes.differences(), routes.snapshot(root)
-        leaves = _in_fresh_thread(lambda: join_in_place(shards))
+        leaves = _in_fresh_thread(lambda: join_in_place(shards, _WHOLE))
     try:
         yield
     finally:
         with shards.lock, _own_forwards(root):
             found = [*differences, *routes.since(root, before)]
             _in_fresh_thread(lambda: again(root, leaves, found, shards.pending))
+            _keep_graphs(shards, root)

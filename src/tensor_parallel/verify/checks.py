@@ -17,7 +17,8 @@ from tensor_parallel.verify.values import difference
 class Check:
     """One thing compared.
 
-    what: "output", "gradient", "input gradient", "gradient norm", "step", "state" or "tokens".
+    what: "output", "gradient", "input gradient", "gradient norm", "state" (what `state_dict` gives), "step"
+        (the same after the optimiser steps) or "tokens".
     name: path in the output, name of the parameter, or which input.
     difference: largest difference relative to the largest value expected.
     """
@@ -42,7 +43,7 @@ class Check:
 class Verification:
     """What `verify` found; true where everything passed.
 
-    where: where an output differs, a line about the first module that does.
+    where: where something differs, a line about the first module whose output does.
     """
 
     checks: tuple[Check, ...]

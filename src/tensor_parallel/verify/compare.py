@@ -1,4 +1,4 @@
-"""The proof that a split model is the model: outputs, gradients, an optimiser step, generated tokens.
+"""The proof that a split model is the model: outputs, gradients, optimiser steps, saved state, generated tokens.
 
 Tolerances, relative to the largest value of each tensor, so that a right split is never called wrong nor a wrong one
 noise:
@@ -24,7 +24,7 @@ from tensor_parallel.errors import VerificationError
 from tensor_parallel.shard import up_to_date
 from tensor_parallel.verify.checks import Check, Verification, compare_tensors, describe, largest
 from tensor_parallel.verify.runs import Run, forward_backward, fresh_run, plain_gradients, undisturbed, whole_gradients
-from tensor_parallel.verify.steps import Optimizer, compare_steps, usual_optimizer
+from tensor_parallel.verify.steps import Optimizer, compare_steps, saved_state, usual_optimizer
 from tensor_parallel.verify.tokens import compare_tokens
 from tensor_parallel.verify.values import Inputs, difference, is_real, mapped, tensors_in
 from tensor_parallel.verify.where import first_difference
@@ -93,9 +93,15 @@ def _as_list(inputs: Inputs | Sequence[Inputs]) -> list[Inputs]:
     return [inputs]  # type: ignore[list-item]
 
 
-def _check_arguments(reference: nn.Module, model: nn.Module, cases: Sequence[Inputs], generate: int | None) -> None:
+def _check_arguments(
+    reference: nn.Module, model: nn.Module, cases: Sequence[Inputs], generate: int | None, steps: int, trains: bool
+) -> None:
     if reference is model:
         raise ValueError("verify: the reference is the split model itself; give a copy made before the split")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"verify: steps is {steps!r}; give a number of optimiser steps of at least 1")
+    if steps > 1 and not trains:
+        raise ValueError(f"verify: steps={steps}, but gradients or step is off and no step is taken; leave one out")
     if generate is not None:
         if generate < 1:
             raise ValueError(f"verify: generate is {generate}; give a number of new tokens of at least 1, or None")
@@ -105,11 +111,25 @@ def _check_arguments(reference: nn.Module, model: nn.Module, cases: Sequence[Inp
             raise ValueError("verify: generate needs inputs as a mapping by name, such as {'input_ids': ...}")
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+def _reference_runs(
+    reference: nn.Module, cases: Sequence[Inputs], seed: int, tolerance: float | None, gradients: bool
+) -> tuple[list[Run], dict[str, float]]:
+    """The reference's runs, and the tolerances by kind; leaves the last run's gradients behind."""
+    runs = [fresh_run(reference, case, seed, lambda: plain_gradients(reference)) for case in cases]
+    tolerances = dict.fromkeys(("output", "gradient"), EXACT if tolerance is None else tolerance)
+    if tolerance is not None:
+        return runs, tolerances
+    if _dtype_of(reference, cases) != torch.float64:
+        noise = _noise(reference, cases, runs, seed)
+        tolerances = {kind: max(LEAST, NOISE_FACTOR * value) for kind, value in noise.items()}
+    elif gradients:
+        rounding = [rounding_of_sums(reference, case, run, seed) for case, run in zip(cases, runs, strict=True)]
+        tolerances["gradient"] = max(EXACT, NOISE_FACTOR * max(rounding))
+        runs[-1] = fresh_run(reference, cases[-1], seed, lambda: plain_gradients(reference))
+    return runs, tolerances
 
 
-def verify(
+def verify(  # noqa: PLR0913
     model: nn.Module,
     reference: nn.Module,
     inputs: Inputs | Sequence[Inputs],
@@ -117,13 +137,14 @@ def verify(
     generate: int | None = None,
     gradients: bool = True,
     step: bool | Optimizer = True,
+    steps: int = 1,
     tolerance: float | None = None,
     seed: int = 0,
     raise_on_failure: bool = False,
 ) -> Verification:
-    """Compare a split model with its unsplit reference, both in eval mode: outputs, gradients, a step, what their
-    `state_dict` would save, tokens. Leaves the parameters, gradients, buffers,
-    modes and random states of both as they were.
+    """Compare a split model with its unsplit reference, both in eval mode: outputs, gradients, what their `state_dict`
+    would save now and after optimiser steps, tokens. Where something differs, the first module whose output does is
+    named. Leaves the parameters, gradients, buffers, modes and random states of both as they were.
 
     Args:
         model: the split model.
@@ -132,8 +153,11 @@ def verify(
             gradient of a floating input that requires one is compared too.
         generate: new tokens to compare, greedily; None for none.
         gradients: compare the gradient of every parameter.
-        step: compare one clipped optimiser step, taken on copies of the parameters: AdamW in float64, SGD in coarser
-            dtypes, or with the optimiser that this function makes from parameters.
+        step: compare the whole `state_dict`, keys and values, after clipped optimiser steps on copies of the
+            parameters. True: by AdamW (lr 1e-3) in float64 and by plain SGD (lr 1e-2) in coarser dtypes, where the
+            sign that Adam's first step takes of a gradient near 0 is rounding alone. Or a function that makes the
+            optimiser of parameters: `lambda parameters: torch.optim.Adam(parameters, lr=0.01)`.
+        steps: how many; each after the first costs a forward and a backward of both models, over the inputs in turn.
         tolerance: relative difference to allow in place of the rule (float64 1e-9; else the larger of 1e-4 and 30 times
             the reference's own difference from its copy in float64, for which that copy is made; see the module).
 
@@ -147,44 +171,40 @@ def verify(
     """
     shards = up_to_date(model)
     cases = _as_list(inputs)
-    _check_arguments(reference, model, cases, generate)
+    _check_arguments(reference, model, cases, generate, steps, gradients and bool(step))
     home = next((parameter.device for parameter in reference.parameters()), torch.device("cpu"))
     cases = [mapped(case, lambda t: t.detach().to(home).requires_grad_(t.requires_grad)) for case in cases]
-    dtype = _dtype_of(reference, cases)
+    labels = [f" (inputs {index})" if len(cases) > 1 else "" for index in range(len(cases))]
     checks: list[Check] = []
+    where = ""
     with undisturbed([reference], reference), undisturbed(shards.trees, model), ExitStack() as stack:
         if not gradients:
             stack.enter_context(torch.no_grad())
-        theirs = [fresh_run(reference, case, seed, lambda: plain_gradients(reference)) for case in cases]
-        tolerances = dict.fromkeys(("output", "gradient"), EXACT if tolerance is None else tolerance)
-        if tolerance is None and dtype != torch.float64:
-            noise = _noise(reference, cases, theirs, seed)
-            tolerances = {kind: max(LEAST, NOISE_FACTOR * value) for kind, value in noise.items()}
-        elif tolerance is None and gradients:
-            rounding = [rounding_of_sums(reference, case, run, seed) for case, run in zip(cases, theirs, strict=True)]
-            tolerances["gradient"] = max(EXACT, NOISE_FACTOR * max(rounding))
-            theirs[-1] = fresh_run(reference, cases[-1], seed, lambda: plain_gradients(reference))
+        theirs, tolerances = _reference_runs(reference, cases, seed, tolerance, gradients)
         mine = [fresh_run(model, case, seed, lambda: whole_gradients(shards)) for case in cases]
-        where = ""
-        for index, (case, a, b) in enumerate(zip(cases, mine, theirs, strict=True)):
-            compared = compare_runs(a, b, f" (inputs {index})" if len(cases) > 1 else "", tolerances)
+        suspects: list[Inputs] = []
+        for case, label, a, b in zip(cases, labels, mine, theirs, strict=True):
+            compared = compare_runs(a, b, label, tolerances)
             checks += compared
-            if not where and any(check.what == "output" and not check.passed for check in compared):
-                where = first_difference(model, reference, case, tolerances["output"], seed)
-        checks += compare_tensors("state", _state(model), _state(reference), tolerances["output"])
+            suspects += [] if all(check.passed for check in compared) else [case]
+        checks += compare_tensors("state", saved_state(model), saved_state(reference), tolerances["output"])
         if gradients and step:
-            optimizer = step if callable(step) else usual_optimizer(dtype)
-            checks += compare_steps(shards, reference, optimizer, tolerances["gradient"])
+            optimizer = step if callable(step) else usual_optimizer(_dtype_of(reference, cases))
+            checks += compare_steps(model, reference, cases, optimizer, steps, seed, tolerances["gradient"])
         if generate is not None:
-            for index, case in enumerate(cases):
-                label = f" (inputs {index})" if len(cases) > 1 else ""
+            for case, label in zip(cases, labels, strict=True):
                 assert isinstance(case, Mapping)
                 checks.append(compare_tokens(model, reference, case, generate, tolerances["output"], label))
+        if not all(check.passed for check in checks):
+            where = first_difference(model, reference, [*suspects, cases[0]][0], tolerances["output"], seed)
     found = Verification(tuple(checks), where)
     if raise_on_failure and not found.passed:
-        first, worst = found.failures[0], found.worst_check
-        raise VerificationError(
-            f"the split model differs from its reference in {len(found.failures)} of {len(checks)} comparisons; first: "
-            f"{describe(first)}; worst: {describe(worst)}{f'; {where}' if where else ''}\n{found}"
-        )
+        raise VerificationError(_failure(found))
     return found
+
+
+def _failure(found: Verification) -> str:
+    return (
+        f"the split model differs from its reference in {len(found.failures)} of {len(found.checks)} comparisons; "
+        f"first: {describe(found.failures[0])}; worst: {describe(found.worst_check)}; {found.where}\n{found}"
+    )

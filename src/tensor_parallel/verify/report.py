@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -12,14 +12,16 @@ from rich.text import Text
 from torch import nn
 
 from tensor_parallel.layout import Cuts, TensorLayout
-from tensor_parallel.plan import Plan, TensorPlan, Traffic
+from tensor_parallel.plan import Plan, ResolvedPlan, TensorPlan, Traffic, bytes_by_rank, resolve
 from tensor_parallel.plan.table import bytes_text, counted, fold, plan_table, render
 from tensor_parallel.shard import ModelShards, bytes_held, up_to_date
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a split did to one model.
+    """What a split did to one model, or what a plan would do.
+
+    devices: by rank; "any" where a plan alone is reported.
 
     split_fraction: share of parameter bytes that an island cuts, by segment: no rank holds them whole. 0 on one device.
     gathered_fraction: share of parameter bytes cut one layer at a time with the output gathered, for want of a trace.
@@ -52,7 +54,9 @@ class Report:
         for rank, (device, nbytes) in enumerate(zip(self.devices, self.bytes_per_device, strict=True)):
             share = nbytes / self.parameter_bytes if self.parameter_bytes else 0.0
             held.add_row(str(rank), device, bytes_text(nbytes), f"{share:.1%}")
-        parts: list[RenderableType] = [Text(title, style="bold"), held, plan_table(self.plan)]
+        parts: list[RenderableType] = [Text(title, style="bold"), held]
+        if len(self.devices) > 1:  # on one device nothing of the plan is done
+            parts.append(plan_table(self.plan))
         late = {n: why for n, why in self.kept_whole.items() if self.plan.tensors[n].is_cut}
         if late and len(self.devices) > 1:
             table = Table(title="cut by the plan, but whole over these ranks", title_justify="left")
@@ -110,36 +114,55 @@ def _parameter_bytes(shards: ModelShards, key: str) -> int:
     return elements * (tensor.pieces[0].tensor.element_size() if tensor.pieces else 0)
 
 
-def report(model: nn.Module) -> Report:
-    """What splitting did to `model`; prints as a table.
+def report(split: nn.Module | Plan, world_size: int | None = None) -> Report:
+    """What splitting did to a model, or what a plan would do; prints as tables.
+
+    split: a split model, or a plan.
+    world_size: of a plan: over how many ranks; default: the number that it was made for.
 
     Raises:
         TensorParallelError: the model is not split.
+        PlanError: world_size below 1.
+        ValueError: a world_size for a model that is split over another number of ranks.
     """
-    shards = up_to_date(model)
-    resolved = shards.resolved
+    if isinstance(split, Plan):
+        resolved = resolve(split, split.world_size if world_size is None else world_size)
+        parameters = {key: tensor for key, tensor in split.tensors.items() if not tensor.is_buffer}
+        sizes = {key: tensor.nbytes for key, tensor in parameters.items()}
+        return _report(resolved, sizes, bytes_by_rank(resolved, parameters.values()), ["any"] * resolved.world_size)
+    shards = up_to_date(split)
+    if world_size not in (None, shards.world_size):
+        raise ValueError(
+            f"report: world_size is {world_size}, but the model is split over {counted(shards.world_size, 'rank')}; "
+            "leave it out, or give a plan (tp.make_plan) in place of the model"
+        )
+    keys = [key for key, tensor in shards.tensors.items() if not tensor.plan.is_buffer]
+    sizes = {key: _parameter_bytes(shards, key) for key in keys}
+    return _report(shards.resolved, sizes, bytes_held(shards), [str(device) for device in shards.devices])
+
+
+def _report(resolved: ResolvedPlan, sizes: Mapping[str, int], held: list[int], devices: Sequence[str]) -> Report:
+    """sizes: bytes of each whole parameter.  held: bytes by rank."""
     world_size, cuts, plan = resolved.world_size, resolved.cuts, resolved.plan
-    total = split = gathered = 0.0
+    split = gathered = 0.0
     kept: dict[str, str] = {}
-    for key, tensor in shards.tensors.items():
-        if tensor.plan.is_buffer:
-            continue
-        nbytes = _parameter_bytes(shards, key)
-        share = cut_share(tensor.plan.layout, cuts, world_size)
-        total += nbytes
-        split += 0.0 if tensor.plan.gathered else share * nbytes
-        gathered += share * nbytes if tensor.plan.gathered else 0.0
+    for key, nbytes in sizes.items():
+        tensor = plan.tensors[key]
+        share = cut_share(tensor.layout, cuts, world_size)
+        split += 0.0 if tensor.gathered else share * nbytes
+        gathered += share * nbytes if tensor.gathered else 0.0
         if share == 0.0:
-            kept[key] = _why_whole(tensor.plan, world_size)
+            kept[key] = _why_whole(tensor, world_size)
     traffic = plan.traffic if world_size > 1 else ()
+    total = sum(sizes.values())
     return Report(
-        devices=tuple(str(device) for device in shards.devices),
+        devices=tuple(devices),
         split_fraction=split / total if total else 0.0,
         gathered_fraction=gathered / total if total else 0.0,
-        bytes_per_device=bytes_held(shards),
+        bytes_per_device=held,
         collectives=sum(t.calls for t in traffic),
         traffic=traffic,
         kept_whole=kept,
-        parameter_bytes=int(total),
+        parameter_bytes=total,
         plan=plan,
     )

@@ -29,7 +29,7 @@ def first_difference(model: nn.Module, reference: nn.Module, inputs: Inputs, tol
                 name, number = key
                 nth = f" (call {number})" if number else ""
                 return f"the first module whose output differs is {name or 'the model itself'}{nth}"
-    return "no module's output differs by itself"
+    return "no module's output differs: it is in the backward, the saved state or the steps"
 
 
 def _outputs(model: nn.Module, inputs: Inputs, seed: int) -> list[tuple[tuple[str, int], list[torch.Tensor]]]:
