@@ -211,7 +211,7 @@ def test_a_real_group_lists_its_calls(team: ThreadTeam) -> None:
 def test_groups_follow_the_protocol(make: Callable[[], Group]) -> None:
     group: Group = make()
     names = [name for name in vars(Group) if not name.startswith("_")]
-    assert len(names) == 13
+    assert len(names) == 15
     assert all(callable(getattr(group, name)) for name in names)
 
 
