@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from tensor_parallel.comm.draws import Layouts
 from tensor_parallel.comm.process import ProcessGroup
-from tensor_parallel.comm.process_exchange import check_group
+from tensor_parallel.comm.process_exchange import check_device, check_group, device_kinds, gather_objects
 from tensor_parallel.errors import DeviceError, PlanError, RankError
 from tensor_parallel.factory import check_module, make_plan, wrapper_for
 from tensor_parallel.plan import Config, Plan, resolve
@@ -28,6 +28,7 @@ from tensor_parallel.shard.process import ProcessShard
 from tensor_parallel.shard.process_split import split_here
 from tensor_parallel.tensor_parallel import Device, as_device
 
+_SOME = 2**16
 _KEYWORDS = ("example_inputs", "process_group", "strict")
 
 
@@ -40,8 +41,8 @@ def make_distributed_shard(
     are this rank's parts. Each rank has an optimiser of its own; `state_dict` holds its parts. What adds over all
     parameters (`clip_grad_norm_`) sees one rank's parts alone.
 
-    device: where this rank computes; default: the CPU, or the process's own GPU (LOCAL_RANK) where the group's backend
-        is for GPUs alone.
+    device: where this rank computes; default: this process's own GPU (LOCAL_RANK, else the current one) where there is
+        any and the group has a backend for it, else the CPU.
     config: a `tp.Plan`, or a `tp.Config` of rules by hand; default: found from a trace, on every rank by itself.
     example_inputs: as for `tp.tensor_parallel`.
     process_group: of torch.distributed; default: all processes.
@@ -55,22 +56,20 @@ def make_distributed_shard(
         PlanError, TraceError: no plan can be made, the given one does not fit, or the ranks' plans or values differ.
         RankError: another rank raised one of these, which it names.
     """
-    for name in kwargs:
-        if name not in _KEYWORDS:
-            near = get_close_matches(name, _KEYWORDS, 1)
-            cure = f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(_KEYWORDS)}"
-            raise TypeError(f"make_distributed_shard() got an unknown keyword {name!r}; {cure}")
-    backends = check_group(kwargs.get("process_group"))
-    group = ProcessGroup(kwargs.get("process_group"), _device(device, backends))
+    ranks = check_group(kwargs.get("process_group"))
     try:
-        plan = _plan(module, group.size(), config, kwargs)
-        resolved = resolve(plan, group.size())
+        _refuse_unknown(kwargs)
+        own = _device(device, device_kinds(ranks))
+        check_device(ranks, own)
+        plan = _plan(module, ranks.size(), config, kwargs)
+        resolved = resolve(plan, ranks.size())
         check_splittable(module, resolved)
-        said = "", group.device.type, _digest(to_text(plan)), _marks(module)
+        said = "", own.type, _digest(to_text(plan)), _marks(module)
     except Exception as error:
-        group.gather_objects((f"{type(error).__name__}: {error}", group.device.type, "", {}))
+        gather_objects(ranks, (f"{type(error).__name__}: {error}", "", "", {}))  # the others wait for it
         raise
-    _check_same(group.gather_objects(said), plan, group)
+    _check_same(gather_objects(ranks, said), lambda: gather_objects(ranks, to_text(plan)))
+    group = ProcessGroup(ranks, own)
     adapters = wrapper_for(module)._adapters()
 
     def randomness(shard: ProcessShard, layouts: Layouts) -> AbstractContextManager[Any]:
@@ -79,12 +78,20 @@ def make_distributed_shard(
     return split_here(module, resolved, group, adapters, randomness)
 
 
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    for name in kwargs:
+        if name not in _KEYWORDS:
+            near = get_close_matches(name, _KEYWORDS, 1)
+            cure = f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(_KEYWORDS)}"
+            raise TypeError(f"make_distributed_shard() got an unknown keyword {name!r}; {cure}")
+
+
 def _device(given: Device | None, backends: list[str]) -> torch.device:
     if given is not None:
         return as_device(given)
-    if "cpu" in backends:
-        return torch.device("cpu")
-    return as_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    if "cuda" in backends and torch.cuda.is_available():
+        return as_device(int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
 
 
 def _plan(module: nn.Module, world_size: int, config: Any, kwargs: Mapping[str, Any]) -> Plan:
@@ -108,19 +115,19 @@ def _digest(text: str) -> str:
 
 
 def _marks(module: nn.Module) -> dict[str, tuple[str, str, tuple[int, ...], float]]:
-    """What tells parameters of other values apart, cheaply."""
+    """What tells parameters of other values apart, by some of them."""
     found = {}
-    with torch.no_grad():
-        for name, tensor in module.named_parameters():
-            wide = tensor.detach().double().reshape(-1)
-            weighted = wide @ torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
-            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
-            found[name] = kind, str(tensor.dtype), tuple(tensor.shape), float(weighted)
+    for name, tensor in module.named_parameters():
+        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        some = flat.reshape(-1)[:: max(1, flat.numel() // _SOME)].double().cpu()
+        weighted = some @ torch.linspace(1, 2, some.numel(), dtype=torch.float64)
+        kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+        found[name] = kind, str(tensor.dtype), tuple(tensor.shape), float(weighted)
     return found
 
 
-def _check_same(found: list[Any], plan: Plan, group: ProcessGroup) -> None:
-    """Raise where another rank failed, or has another device, plan or module than rank 0."""
+def _check_same(found: list[Any], plans: Callable[[], list[str]]) -> None:
+    """Raise where another rank failed, or has another device, plan or module than rank 0. plans: fetches all ranks'."""
     for rank, (error, *_) in enumerate(found):
         if error:
             raise RankError(f"make_distributed_shard failed on rank {rank}: {error}")
@@ -137,7 +144,7 @@ def _check_same(found: list[Any], plan: Plan, group: ProcessGroup) -> None:
                 )
     if all(other[2] == digest for other in found):
         return
-    texts = group.gather_objects(to_text(plan))
+    texts = plans()
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise PlanError(

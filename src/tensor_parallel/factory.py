@@ -292,8 +292,8 @@ def _refuse_later(config: Any, distributed: bool | None, kwargs: Mapping[str, An
         )
     if distributed is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise NotImplementedError(
-            "torch.distributed is initialised, so `distributed` would be on, and ranks as processes are not there yet; "
-            "pass distributed=False to split within this process"
+            "torch.distributed is initialised, so `distributed` would be on, which is not there yet; "
+            "tp.make_distributed_shard gives this process its part, distributed=False splits within this process"
         )
     later = {
         "distributed": distributed,

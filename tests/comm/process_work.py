@@ -100,12 +100,13 @@ def of_a_subgroup(group: Group) -> Found:
 
 
 def half(group: Group) -> Found:
-    """Three numbers whose sum depends on how often it is rounded."""
-    x = torch.tensor([[256.0, 1.0, 1.0][group.rank()]], dtype=torch.bfloat16).requires_grad_()
+    """Sums of three are rounded once."""
+    x = leaf(group, 300).detach().bfloat16().requires_grad_()
     return [x], [group.all_reduce(x * 1).double()]
 
 
 def words(group: Group) -> Found:
+    assert all(callable(getattr(group, name)) for name in vars(Group) if not name.startswith("_"))
     said = group.broadcast_object({"from": group.rank()}, source=2)
     group.barrier()
     group.release()

@@ -149,14 +149,6 @@ class ProcessGroup:
         self._exchange.blocking("broadcast_object", work)
         return holder[0]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value (pickled), by rank."""
-        found: list[Any] = [None] * self._size
-        self._exchange.blocking(
-            "gather_objects", lambda: dist.all_gather_object(found, value, group=self._exchange.group)
-        )
-        return found
-
     def barrier(self) -> None:
         self._exchange.add(torch.zeros(1, device=self._device), "barrier")
 

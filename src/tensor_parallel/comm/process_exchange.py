@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from tensor_parallel.comm.gather import GatherPlan
@@ -54,16 +55,14 @@ class Exchange:
             TensorParallelError: torch.distributed is not initialised, or this process is none of the group.
             DeviceError: the group's backend has nothing for such a device.
         """
-        self.group = _checked(group)
+        self.group = check_group(group)
+        check_device(self.group, device)
         self.device = device
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        known = check_group(group)
-        if device.type not in known:
-            raise DeviceError(
-                f"device {device}: the process group's backend ({dist.get_backend(self.group)}) is for "
-                f"{' and '.join(known)}; give such a device, or a group with a backend for {device.type}"
-            )
-        self._store = distributed_c10d._get_process_group_store(self.group)
+        store, number = distributed_c10d._get_process_group_store(self.group), "tensor_parallel exchanges"
+        own = store.add(number, 1) if self.rank == 0 else 0
+        # Every exchange has keys of its own, under a name that the ranks agree on.
+        self._store = PrefixStore(f"tensor_parallel {gather_objects(self.group, own)[0]}", store)
         self._timeout: timedelta = self.group._get_backend(device).options._timeout
         self._sliced = dist.get_backend(self.group) == "gloo"
         self._run = 0
@@ -76,12 +75,12 @@ class Exchange:
     def abort(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one in the run under way: they raise RankError with this error's text."""
         text = "".join(traceback.format_exception(error)).strip()
-        self._store.set(f"tensor_parallel failed {self._run}", f"rank {self.rank} failed: {text}")
+        self._store.set(f"failed {self._run}", f"rank {self.rank} failed: {text}")
         self._run += 1  # where all ranks failed alike, what they do next is not in that run
 
     def _failure(self) -> str:
         """What another rank says of the run under way, or of a run that left the group unusable."""
-        for key in (f"tensor_parallel failed {self._run}", "tensor_parallel broken"):
+        for key in (f"failed {self._run}", "broken"):
             if self._store.check([key]):
                 return bytes(self._store.get(key)).decode()
         return ""
@@ -89,15 +88,10 @@ class Exchange:
     def _break(self, name: str, error: BaseException) -> NoReturn:
         said = self._failure()
         self._broken = said or f"{name} on rank {self.rank} failed: {error}"
-        self._store.set("tensor_parallel broken", self._broken)
+        self._store.set("broken", self._broken)
         if said:
             raise RankError(f"{name} on rank {self.rank}: {said}") from None
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            raise DeadlineError(
-                f"{name}: rank {self.rank} of {self.size} waited {self._timeout.total_seconds():g} s for the others, "
-                "the timeout of its process group; every rank must make the same calls of the model and of backward"
-            ) from error
-        raise RankError(f"{name}: rank {self.rank} of {self.size} lost the others: {error}") from error
+        raise _lost(name, self.group, error) from error
 
     def _refuse_broken(self) -> None:
         if self._broken:
@@ -225,16 +219,12 @@ class Exchange:
         return found
 
 
-def check_group(group: Any) -> list[str]:
-    """The kinds of devices that the group's backend is for.
+def check_group(group: Any) -> dist.ProcessGroup:
+    """The process group, None standing for that of all processes.
 
     Raises:
         TensorParallelError: torch.distributed is not initialised, or this process is none of the group.
     """
-    return sorted(found.type for found in _checked(group)._device_types)
-
-
-def _checked(group: Any) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise TensorParallelError(
             "make_distributed_shard needs an initialised process group: call torch.distributed.init_process_group in "
@@ -246,3 +236,43 @@ def _checked(group: Any) -> dist.ProcessGroup:
     if found is None or dist.get_rank(found) < 0:
         raise TensorParallelError("this process is not a rank of the process group that was given")
     return found
+
+
+def device_kinds(group: dist.ProcessGroup) -> list[str]:
+    """The kinds of devices that the group has a backend for."""
+    return sorted(found.type for found in group._device_types)
+
+
+def check_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise DeviceError where the group has no backend for the device."""
+    known = device_kinds(group)
+    if device.type not in known:
+        raise DeviceError(
+            f"device {device}: the process group's backend ({dist.get_backend(group)}) is for {' and '.join(known)}; "
+            f"give such a device, or a group with a backend for {device.type}"
+        )
+
+
+def gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's value (pickled), by rank.
+
+    Raises:
+        DeadlineError, RankError: see Exchange.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(found, value, group=group)
+    except (RuntimeError, dist.DistError) as error:
+        raise _lost("gather_objects", group, error) from error
+    return found
+
+
+def _lost(name: str, group: dist.ProcessGroup, error: BaseException) -> RankError:
+    """What a rank raises that gets no answer."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        return DeadlineError(
+            f"{name}: rank {rank} of {size} waited for the others as long as its process group allows (its timeout); "
+            "every rank must make the same calls of make_distributed_shard, of the model and of backward"
+        )
+    return RankError(f"{name}: rank {rank} of {size} lost the others: {error}")
