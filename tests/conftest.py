@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -32,3 +33,7 @@ def _threads_end() -> Iterator[None]:
     yield
     left = [t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     assert not left, f"threads that keep the process alive: {left}"
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job begins deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -149,14 +149,12 @@ def ctrl_c(after):
     """SIGINT to this process once, `after` seconds from now."""
     timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins deaf to it
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
         timer.join()
-        signal.signal(signal.SIGINT, before)
 
 
 def steps_for_ever(split, inputs):
